@@ -1,0 +1,78 @@
+"""What an estimator is to the scan: coefficients, outputs and the state beyond a boundary, nothing else.
+
+Every estimator of this package is one first-order affine recurrence over the steps of a window,
+
+    X[t] = α[t] + β[t] X[t+1]        (backward in time; t-1 in place of t+1 where `reverse` is False).
+
+An `Algorithm` says how the inputs of a step become (α, β) and how the scanned X becomes results. The skeleton
+(`_scan.py` on a GPU, `_cpu.py` on a CPU) knows tiles, carries, layouts and boundaries, and no algorithm.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Forms(NamedTuple):
+    """One definition for both backends: `kernel` acts on register tiles (@jit), `scalar` on one step (plain Python
+    that numba compiles; it must keep the dtype of its arguments, so it names no float literal)."""
+
+    kernel: Any
+    scalar: Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Algorithm:
+    """An estimator, as the skeleton sees it.
+
+    coefficients(x, v_next, cut, factors) -> (α, β)
+        x: the step's inputs; v_next: the value of its successor, 0 where terminated; cut: whether the recurrence
+        stops here (the skeleton zeroes β there itself); factors: gamma, lambda and the like.
+    outputs(x, state) -> results of the step, a tuple
+    beyond(v) -> the state just beyond a boundary whose successor has value v
+        (scalar form: beyond(v, zero)).
+    """
+
+    name: str
+    coefficients: Forms
+    outputs: Forms
+    beyond: Forms
+    reverse: bool = True
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Identifies the scalar code, so that a compiled loop on disk is never older than its source."""
+        source = Path(inspect.getfile(self.coefficients.scalar)).read_bytes()
+        return hashlib.sha256(source).hexdigest()[:16]
+
+
+class Problem(NamedTuple):
+    """A validated call, ready for either backend. Nothing in it has been copied."""
+
+    algorithm: Algorithm
+    shape: torch.Size
+    """Shape of every per-step tensor."""
+    time_dim: int
+    """Position of the time axis in `shape`, not negative."""
+    inputs: tuple[torch.Tensor, ...]
+    """Per-step tensors, in the order in which `coefficients` unpacks them."""
+    factors: tuple[float | torch.Tensor | None, ...]
+    """Floats, or tensors expanded to `shape`. None: the product of the factors before it."""
+    boundary: Any
+    """`Successors` or `Unbounded` of boundaries.py."""
+    initial: torch.Tensor | None
+    """State one step past the window (before it, where the scan runs forward), one per row; None: closed."""
+    outputs: tuple[torch.Tensor, ...]
+    """Where the results go, each of `shape`."""
+    final: torch.Tensor | None
+    """Where the last scanned state goes, one per row, or None."""
+    dtype: torch.dtype
+    """Arithmetic: float32, or float64 if the result is."""

@@ -1,0 +1,68 @@
+"""Which of the two backends runs a call: Triton for CUDA tensors, numba for CPU tensors, or the one that is forced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from rl_triton._algorithm import Problem
+from rl_triton._triton import triton
+
+_NAMES = ("auto", "triton", "cpu")
+
+
+def _known(name: str, origin: str) -> str:
+    if name not in _NAMES:
+        raise ValueError(f"{origin} must be one of {', '.join(map(repr, _NAMES))}, got {name!r}")
+    return name
+
+
+_chosen: ContextVar[str] = ContextVar(
+    "rl_triton_backend", default=_known(os.environ.get("RL_TRITON_BACKEND", "auto"), "RL_TRITON_BACKEND")
+)
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Force a backend inside a `with` block: `"triton"`, `"cpu"`, or `"auto"` for the choice by device.
+
+    The setting is local to the thread or task. `RL_TRITON_BACKEND`, read at import, sets the default of a process.
+    `"triton"` serves CPU tensors only in Triton's interpreter (set TRITON_INTERPRET=1 before triton is imported).
+
+    Raises ValueError for another name, and in the block for a call whose tensors the backend cannot serve.
+    """
+    token = _chosen.set(_known(name, "backend"))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def run(problem: Problem) -> None:
+    """Fill the problem's outputs on the backend that serves its device."""
+    name = problem.algorithm.name
+    device = problem.outputs[0].device
+    forced = _chosen.get()
+    if device.type == "cuda":
+        if forced == "cpu":
+            raise ValueError(
+                f"{name}: the backend is forced to 'cpu', but the tensors are on {device}; move them with .cpu(), or "
+                "leave the block of rl_triton.backend('cpu')"
+            )
+        if triton is None:
+            raise ValueError(f"{name}: the tensors are on {device}, and CUDA tensors need triton: pip install triton")
+    if device.type == "cuda" or forced == "triton":
+        from rl_triton import _launch
+
+        if device.type == "cpu" and (triton is None or not _launch.interpreting()):
+            raise ValueError(
+                f"{name}: the backend is forced to 'triton', but the tensors are on the CPU; move them to a GPU, or set "
+                "TRITON_INTERPRET=1 before triton is imported to run kernels in its interpreter"
+            )
+        _launch.run(problem)
+    else:
+        from rl_triton import _cpu
+
+        _cpu.run(problem)

@@ -1,0 +1,396 @@
+"""The scan skeleton on a CPU: one numba loop for every estimator, over the strides of the tensors as they are.
+
+The loop walks time in the direction of the scan and, for each step, a block of rows, so that neighbours in memory are
+neighbours in the loop for both layouts. An `Algorithm` and a boundary enter by their type: numba compiles and stores
+one loop for each, with their scalar functions inlined. The type carries a digest of the source, so a stored loop is
+never older than the code. No fused multiply-add and no reordering: float32 results have a plain loop's bits.
+
+An operand is (elements, row starts, row stride, time stride): element (o, i, t) of it, outer row o, inner row i, lies
+at starts[o] + i * row_stride + t * time_stride.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.extending import NativeValue, models, overload, register_model, unbox
+
+from rl_triton import boundaries
+from rl_triton._algorithm import Algorithm, Problem
+from rl_triton._layout import Operand, collapse
+
+_EDGE, _VALID, _ENDED = 0, 1, 2
+_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
+# ---------------------------------------------------------------------------------------------- algorithms as types
+
+
+class _AlgorithmType(types.Opaque):
+    """numba's type of an `Algorithm`: one loop is compiled for each, found again on disk by this name."""
+
+    def __init__(self, name: str, digest: str) -> None:
+        self.algorithm = name
+        super().__init__(name=f"rl_triton.Algorithm({name}, {digest}, {_DIGEST})")
+
+
+class _Tag:
+    """What stands for an algorithm in a call of the loop."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        direction = "" if algorithm.reverse else ", forward"
+        self._numba_type_ = _AlgorithmType(algorithm.name + direction, algorithm.digest)
+        self.coefficients = njit(algorithm.coefficients.scalar)
+        self.outputs = njit(algorithm.outputs.scalar)
+        self.beyond = njit(algorithm.beyond.scalar)
+        _tags[self._numba_type_.algorithm] = self
+
+
+_tags: dict[str, _Tag] = {}
+_tag_of = functools.cache(_Tag)
+register_model(_AlgorithmType)(models.OpaqueModel)
+
+
+@unbox(_AlgorithmType)
+def _unbox_algorithm(typ, obj, c):
+    return NativeValue(c.context.get_dummy_value())
+
+
+def _coefficients(algorithm, x, v_next, cut, factors):
+    raise NotImplementedError("compiled only")
+
+
+def _outputs(algorithm, x, state):
+    raise NotImplementedError("compiled only")
+
+
+def _beyond(algorithm, v, zero):
+    raise NotImplementedError("compiled only")
+
+
+@overload(_coefficients)
+def _compile_coefficients(algorithm, x, v_next, cut, factors):
+    coefficients = _tags[algorithm.algorithm].coefficients
+    return lambda algorithm, x, v_next, cut, factors: coefficients(x, v_next, cut, factors)
+
+
+@overload(_outputs)
+def _compile_outputs(algorithm, x, state):
+    outputs = _tags[algorithm.algorithm].outputs
+    return lambda algorithm, x, state: outputs(x, state)
+
+
+@overload(_beyond)
+def _compile_beyond(algorithm, v, zero):
+    beyond = _tags[algorithm.algorithm].beyond
+    return lambda algorithm, v, zero: beyond(v, zero)
+
+
+# ------------------------------------------------------------------------------------------------------ operands
+
+
+def _load(operand, o, i, t, zero):
+    raise NotImplementedError("compiled only")
+
+
+def _flag(operand, o, i, t):
+    raise NotImplementedError("compiled only")
+
+
+def _load_each(operands, o, i, t, zero):
+    raise NotImplementedError("compiled only")
+
+
+def _load_factors(operands, o, i, t, product):
+    raise NotImplementedError("compiled only")
+
+
+def _store_each(operands, o, i, t, y):
+    raise NotImplementedError("compiled only")
+
+
+@njit(inline="always")
+def _index(operand, o, i, t):
+    # Unsigned, so that numba does not test for negative indices.
+    return np.uint64(operand[1][o] + i * operand[2] + t * operand[3])
+
+
+@overload(_load)
+def _compile_load(operand, o, i, t, zero):
+    if isinstance(operand, types.NoneType):
+        return lambda operand, o, i, t, zero: zero
+    dtype = zero
+    return lambda operand, o, i, t, zero: dtype(operand[0][_index(operand, o, i, t)])
+
+
+@overload(_flag)
+def _compile_flag(operand, o, i, t):
+    if isinstance(operand, types.NoneType):
+        return lambda operand, o, i, t: False
+    return lambda operand, o, i, t: operand[0][_index(operand, o, i, t)] != 0
+
+
+@overload(_load_each)
+def _compile_load_each(operands, o, i, t, zero):
+    if len(operands) == 1:
+        return lambda operands, o, i, t, zero: (_load(operands[0], o, i, t, zero),)
+    return lambda operands, o, i, t, zero: (
+        _load(operands[0], o, i, t, zero),
+        *_load_each(operands[1:], o, i, t, zero),
+    )
+
+
+@overload(_load_factors)
+def _compile_load_factors(operands, o, i, t, product):
+    """A missing factor is the product of those before it."""
+    if len(operands) == 0:
+        return lambda operands, o, i, t, product: ()
+    if isinstance(operands[0], types.NoneType):
+        return lambda operands, o, i, t, product: (product, *_load_factors(operands[1:], o, i, t, product))
+
+    def load(operands, o, i, t, product):
+        factor = _load(operands[0], o, i, t, product)
+        return (factor, *_load_factors(operands[1:], o, i, t, product * factor))
+
+    return load
+
+
+@overload(_store_each)
+def _compile_store_each(operands, o, i, t, y):
+    def store_one(operands, o, i, t, y):
+        operands[0][0][_index(operands[0], o, i, t)] = y[0]
+
+    def store_all(operands, o, i, t, y):
+        operands[0][0][_index(operands[0], o, i, t)] = y[0]
+        _store_each(operands[1:], o, i, t, y[1:])
+
+    return store_one if len(operands) == 1 else store_all
+
+
+def _store_zeros(operands, o, i, t, zero):
+    raise NotImplementedError("compiled only")
+
+
+@overload(_store_zeros)
+def _compile_store_zeros(operands, o, i, t, zero):
+    def store_one(operands, o, i, t, zero):
+        operands[0][0][_index(operands[0], o, i, t)] = zero
+
+    def store_all(operands, o, i, t, zero):
+        operands[0][0][_index(operands[0], o, i, t)] = zero
+        _store_zeros(operands[1:], o, i, t, zero)
+
+    return store_one if len(operands) == 1 else store_all
+
+
+# ------------------------------------------------------------------------------------- the boundary rules, one step
+
+
+def _bound(boundary, o, i, t, at_edge, kind, value, closed, zero):
+    """The rules of boundaries.py on row i at step t, given the kind and value of what follows it: whether the step is
+    valid and cut, V of its successor, whether it replaces the state and by what value, and the kind and value that
+    the next step of the walk will see."""
+    raise NotImplementedError("compiled only")
+
+
+def _flagged(boundary, o, i, t, at_edge, zero):
+    """Whether row t carries a flag, and V(s'_t) if so."""
+    raise NotImplementedError("compiled only")
+
+
+@overload(_flagged)
+def _compile_flagged(boundary, o, i, t, at_edge, zero):
+    if isinstance(boundary.types[boundary.fields.index("last_done")], types.NoneType):
+
+        def ended(boundary, o, i, t, at_edge):
+            return _flag(boundary.terminated, o, i, t)
+
+    else:
+
+        def ended(boundary, o, i, t, at_edge):
+            return _flag(boundary.last_done, o, i, 0) if at_edge else _flag(boundary.terminated, o, i, t + 1)
+
+    ended = njit(ended)
+    if isinstance(boundary.types[boundary.fields.index("truncated")], types.NoneType):
+        return lambda boundary, o, i, t, at_edge, zero: (ended(boundary, o, i, t, at_edge), zero)
+    from_next = isinstance(boundary.types[boundary.fields.index("bootstrap_values")], types.NoneType)
+    source = "next_values" if from_next else "bootstrap_values"
+    position = boundary.fields.index(source)
+
+    def flagged(boundary, o, i, t, at_edge, zero):
+        if ended(boundary, o, i, t, at_edge):
+            return True, zero
+        if _flag(boundary.truncated, o, i, t):
+            return True, _load(boundary[position], o, i, t, zero)
+        return False, zero
+
+    return flagged
+
+
+@overload(_bound)
+def _compile_bound(boundary, o, i, t, at_edge, kind, value, closed, zero):
+    if boundary.instance_class is boundaries.Unbounded:
+        return lambda boundary, o, i, t, at_edge, kind, value, closed, zero: (
+            True, closed and at_edge, zero, False, zero, kind, value,
+        )  # fmt: skip
+
+    has_next_values = not isinstance(boundary.types[boundary.fields.index("next_values")], types.NoneType)
+
+    def without_gaps(boundary, o, i, t, at_edge, kind, value, closed, zero):
+        flagged, flag_value = _flagged(boundary, o, i, t, at_edge, zero)
+        v_open = value
+        if has_next_values and not flagged:
+            v_open = _load(boundary.next_values, o, i, t, zero)
+        v_next = flag_value if flagged else v_open
+        cut = flagged or (closed and at_edge)
+        return True, cut, v_next, False, zero, kind, _load(boundary.values, o, i, t, zero)
+
+    def with_gaps(boundary, o, i, t, at_edge, kind, value, closed, zero):
+        flagged, flag_value = _flagged(boundary, o, i, t, at_edge, zero)
+        if not _flag(boundary.valid, o, i, t):
+            if flagged:
+                return False, False, zero, True, flag_value, _ENDED, flag_value
+            return False, False, zero, False, zero, kind, value
+        v_next = value
+        if flagged:
+            v_next = flag_value
+        elif has_next_values and kind != _ENDED:
+            v_next = _load(boundary.next_values, o, i, t, zero)
+        cut = flagged or kind == _ENDED or (closed and kind == _EDGE)
+        return True, cut, v_next, False, zero, _VALID, _load(boundary.values, o, i, t, zero)
+
+    if isinstance(boundary.types[boundary.fields.index("valid")], types.NoneType):
+        return without_gaps
+    return with_gaps
+
+
+# ---------------------------------------------------------------------------------------------------------- the loop
+
+
+def _scan(
+    algorithm, reverse, inputs, factors, boundary, initial, outputs, final, zero, one, n_outer, n_inner, n_steps, block
+):
+    closed = initial is None
+    state = np.empty(block, dtype=type(zero))
+    value = np.empty(block, dtype=type(zero))
+    kind = np.empty(block, dtype=np.int64)
+    for o in range(n_outer):
+        for first in range(0, n_inner, block):
+            width = min(block, n_inner - first)
+            for j in range(width):
+                edge = _load(boundary.last_values, o, first + j, 0, zero)
+                state[j] = _beyond(algorithm, edge, zero) if closed else _load(initial, o, first + j, 0, zero)
+                value[j] = edge
+                kind[j] = _EDGE
+            for step in range(n_steps):
+                t = n_steps - 1 - step if reverse else step
+                at_edge = step == 0
+                for j in range(width):
+                    i = first + j
+                    valid, cut, v_next, reset, reset_value, kind[j], value[j] = _bound(
+                        boundary, o, i, t, at_edge, kind[j], value[j], closed, zero
+                    )
+                    if valid:
+                        x = _load_each(inputs, o, i, t, zero)
+                        a, b = _coefficients(algorithm, x, v_next, cut, _load_factors(factors, o, i, t, one))
+                        scanned = a if cut or b == 0 else a + b * state[j]
+                        state[j] = scanned
+                        _store_each(outputs, o, i, t, _outputs(algorithm, x, scanned))
+                    else:
+                        if reset:
+                            state[j] = _beyond(algorithm, reset_value, zero)
+                        _store_zeros(outputs, o, i, t, zero)
+            if final is not None:
+                for j in range(width):
+                    final[0][_index(final, o, first + j, 0)] = state[j]
+
+
+try:
+    _scan = njit(cache=True, nogil=True)(_scan)
+except RuntimeError:  # numba found no directory to store the loop in: compile it anew in each process
+    _scan = njit(nogil=True)(_scan)
+
+_ORIGIN = np.zeros(1, dtype=np.int64)
+_ROW_BLOCK = 256
+
+
+def _elements(x: torch.Tensor) -> np.ndarray:
+    """The memory under a tensor as a flat array, without a copy."""
+    x = x.detach()
+    if not x.is_contiguous():
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        x = x.as_strided((extent,), (1,))
+    flat = x.numpy().reshape(-1)
+    return flat.view(np.uint8) if flat.dtype == np.bool_ else flat
+
+
+def _row_starts(sizes: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """Offsets of the outer rows, all axes but the innermost."""
+    starts = _ORIGIN
+    for size, stride in zip(sizes[1:], strides[1:], strict=True):
+        starts = (np.arange(size, dtype=np.int64)[:, None] * stride + starts).reshape(-1)
+    return starts
+
+
+@functools.lru_cache(maxsize=1024)
+def _scalar_operand(x: float, dtype: torch.dtype) -> tuple:
+    return np.array([x], dtype=_NUMPY[dtype]), _ORIGIN, 0, 0
+
+
+def _widened(x: torch.Tensor | None) -> torch.Tensor | None:
+    """16-bit floats as float32: numba has no arithmetic for them."""
+    return x.float() if x is not None and x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def run(problem: Problem) -> None:
+    """Run the scan on the calling thread. Fills `problem.outputs` and `problem.final`."""
+    factor_tensors = tuple(f if isinstance(f, torch.Tensor) else None for f in problem.factors)
+    read = (problem.inputs, factor_tensors, tuple(problem.boundary), (problem.initial,))
+    read = tuple(tuple(map(_widened, group)) for group in read)
+    narrow = problem.outputs[0].dtype in (torch.float16, torch.bfloat16)
+    written = tuple(torch.empty_like(y, dtype=torch.float32) for y in problem.outputs) if narrow else problem.outputs
+    groups = (*read, written, (problem.final,))
+    layout = collapse(problem.shape, problem.time_dim, tuple(x for group in groups for x in group))
+
+    def argument(operand: Operand | None) -> Any:
+        if operand is None:
+            return None
+        starts = _row_starts(layout.sizes, operand.row_strides)
+        return _elements(operand.tensor), starts, operand.row_strides[0], operand.time_stride
+
+    operands = iter(layout.operands)
+    inputs, factors, boundary, (initial,), outputs, (final,) = (
+        tuple(argument(next(operands)) for _ in group) for group in groups
+    )
+    factors = tuple(
+        _scalar_operand(f, problem.dtype) if isinstance(f, float) else operand
+        for operand, f in zip(factors, problem.factors, strict=True)
+    )
+    _, _, row_stride, time_stride = inputs[0]
+    n_inner = layout.sizes[0]
+    number = _NUMPY[problem.dtype]
+    _scan(
+        _tag_of(problem.algorithm),
+        problem.algorithm.reverse,
+        inputs,
+        factors,
+        type(problem.boundary)(*boundary),
+        initial,
+        outputs,
+        final,
+        number(0),
+        number(1),
+        layout.n_rows // n_inner,
+        n_inner,
+        layout.n_steps,
+        min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1,
+    )
+    if narrow:
+        for y, wide in zip(problem.outputs, written, strict=True):
+            y.copy_(wide)

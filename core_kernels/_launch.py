@@ -1,0 +1,139 @@
+"""From a validated problem to a kernel launch: configuration, arguments, grid."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from rl_triton import _scan, boundaries
+from rl_triton._algorithm import Problem
+from rl_triton._layout import Operand, collapse
+from rl_triton._triton import interpreted, tl, triton
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Shape of the work of one program: `rows` x `time` is the tile that is scanned at once, both powers of two."""
+
+    rows: int
+    time: int
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "time", "num_warps"):
+            size = getattr(self, name)
+            if size < 1 or size & (size - 1):
+                raise ValueError(f"LaunchConfig: {name} must be a power of two, got {size}")
+
+
+_forced: ContextVar[LaunchConfig | None] = ContextVar("rl_triton_launch_config", default=None)
+
+
+@contextlib.contextmanager
+def configured(config: LaunchConfig) -> Iterator[None]:
+    """Launch with `config` inside the block, whatever the shape. For tests and for tuning."""
+    token = _forced.set(config)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def _power_of_two_at_least(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+@functools.cache
+def choose(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
+    """A pure function of the problem's shape. Rows are packed into one tile when they are short; a long row is walked
+    in tiles, larger ones when few rows are there to fill the device. `rows_adjacent`: neighbours in memory are
+    neighbouring rows ([T, N] layout), so a tile must be wide in rows for its loads to coalesce."""
+    if rows_adjacent:
+        time = min(_power_of_two_at_least(n_steps), 32)
+        rows = min(_power_of_two_at_least(n_rows), 32)
+        return LaunchConfig(rows, time, num_warps=4)
+    if n_rows < 512 and n_steps > 1024:
+        return LaunchConfig(1, 1024, num_warps=4)
+    time = min(_power_of_two_at_least(n_steps), 128)
+    rows = min(_power_of_two_at_least(n_rows), max(1, 512 // time))
+    return LaunchConfig(rows, time, num_warps=1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _float_parts(x: float) -> tuple[float, float, float]:
+    """x as a sum of three float32: the kernel's Python floats are float32, and float64 arithmetic needs all of x."""
+
+    def nearest(y: float) -> float:
+        try:
+            return struct.unpack("f", struct.pack("f", y))[0]
+        except OverflowError:  # beyond float32's range: it cannot be split
+            return float("inf") if y > 0 else float("-inf")
+
+    high = nearest(x)
+    if x != x or abs(high) == float("inf"):
+        return high, 0.0, 0.0
+    middle = nearest(x - high)
+    return high, middle, nearest(x - high - middle)
+
+
+def _argument(operand: Operand | None):
+    return None if operand is None else (operand.tensor, operand.time_stride, operand.row_strides)
+
+
+def run(problem: Problem) -> None:
+    """Launch the scan on the current stream of the tensors' device. Fills `problem.outputs` and `problem.final`."""
+    algorithm = problem.algorithm
+    factor_tensors = tuple(f if isinstance(f, torch.Tensor) else None for f in problem.factors)
+    groups = (problem.inputs, factor_tensors, tuple(problem.boundary), (problem.initial,), problem.outputs,
+              (problem.final,))  # fmt: skip
+    layout = collapse(problem.shape, problem.time_dim, tuple(x for group in groups for x in group))
+    operands = iter(layout.operands)
+    inputs, factors, boundary, (initial,), outputs, (final,) = (
+        tuple(_argument(next(operands)) for _ in group) for group in groups
+    )
+    factor_arguments = tuple(
+        (operand, _float_parts(f) if isinstance(f, float) else None)
+        for operand, f in zip(factors, problem.factors, strict=True)
+    )
+    _, first_time_stride, first_row_strides = inputs[0]
+    config = _forced.get() or choose(
+        layout.n_rows, layout.n_steps, rows_adjacent=first_row_strides[0] == 1 and first_time_stride != 1
+    )
+    arguments = (inputs, factor_arguments, boundary, initial, outputs, final, layout.sizes, layout.n_rows,
+                 layout.n_steps)  # fmt: skip
+    grid = (triton.cdiv(layout.n_rows, config.rows),)
+    device = problem.outputs[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        _scan.scan_kernel[grid](
+            *arguments,
+            COEFFICIENTS=algorithm.coefficients.kernel,
+            OUTPUTS=algorithm.outputs.kernel,
+            BEYOND=algorithm.beyond.kernel,
+            BOUNDARY=_BOUNDARY_KERNELS[type(problem.boundary)],
+            REVERSE=algorithm.reverse,
+            N_INPUTS=len(inputs),
+            N_FACTORS=len(factors),
+            N_OUTPUTS=len(outputs),
+            DIMS=len(layout.sizes),
+            DTYPE=tl.float64 if problem.dtype == torch.float64 else tl.float32,
+            ROWS=config.rows,
+            TIME=config.time,
+            num_warps=config.num_warps,
+        )
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, and so on CPU tensors too."""
+    return interpreted(_scan.scan_kernel)
+
+
+_BOUNDARY_KERNELS = {
+    boundaries.Successors: boundaries.successors,
+    boundaries.Unbounded: boundaries.unbounded,
+}

@@ -1,0 +1,206 @@
+"""The scan skeleton: one Triton kernel for every estimator.
+
+A program takes ROWS rows and walks their time axis tile by tile, in the direction of the scan. Within a tile the
+affine maps of the steps are composed by an associative scan; between tiles one state per row is carried. Every input
+is read from device memory once and every output written once; what lies between stays in registers.
+
+Shapes in comments: R = ROWS, K = TIME. A tile is [R, K]; `rows` is [R, 1], `t` is [1, K].
+
+A tensor reaches the kernel as an operand (pointer, time stride, row strides): row strides run over the DIMS batch
+axes that are left after collapsing, innermost first, as `sizes` does. Strides and offsets are in elements and int64.
+"""
+
+from __future__ import annotations
+
+from rl_triton._triton import jit, tl
+
+
+@jit
+def apply(a, b, x):
+    """a + b x, where a zero b does not read x."""
+    return tl.where(b == 0.0, a, a + b * x)
+
+
+@jit
+def compose(a_first, b_first, a_then, b_then):
+    """The map x -> a_first + b_first x, followed by x -> a_then + b_then x.
+
+    A zero factor selects: whatever lies beyond it, NaN and inf too, is not read. A product that only underflows is
+    not a zero factor and is held at the smallest normal number: NaN and inf reach all of their own episode, as they
+    do in a plain loop, however long it is.
+    """
+    b = b_then * b_first
+    if b.dtype == tl.float64:
+        tiny = tl.where((b_then < 0) == (b_first < 0), 2.3e-308, -2.3e-308)
+    else:
+        tiny = tl.where((b_then < 0) == (b_first < 0), 1.2e-38, -1.2e-38)
+    b = tl.where((b == 0) & (b_then != 0) & (b_first != 0), tiny, b)
+    return apply(a_then, b_then, a_first), b
+
+
+@jit
+def scaled(factor, x):
+    """factor * x, where a zero factor does not read x (0 * inf never appears)."""
+    return tl.where(factor == 0.0, 0.0, factor * x)
+
+
+@jit
+def row_offset(operand, sizes, rows, DIMS: tl.constexpr):
+    """[R, 1] element offsets of `rows` in an operand."""
+    strides = operand[2]
+    offset = rows * 0
+    rest = rows
+    for d in tl.static_range(DIMS):
+        if d == DIMS - 1:
+            offset += rest * strides[d]
+        else:
+            offset += (rest % sizes[d]) * strides[d]
+            rest = rest // sizes[d]
+    return offset
+
+
+@jit
+def load_raw(operand, sizes, rows, t, mask, DIMS: tl.constexpr):
+    return tl.load(operand[0] + (row_offset(operand, sizes, rows, DIMS) + t * operand[1]), mask=mask, other=0)
+
+
+@jit
+def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr):
+    """[R, K] elements at (rows, t) in the arithmetic dtype; 0 where the mask is off."""
+    return load_raw(operand, sizes, rows, t, mask, DIMS).to(DTYPE)
+
+
+@jit
+def load_flag(operand, sizes, rows, t, mask, DIMS: tl.constexpr):
+    """[R, K] booleans: nonzero, in whatever dtype the flags are stored."""
+    return load_raw(operand, sizes, rows, t, mask, DIMS) != 0
+
+
+@jit
+def load_row(operand, sizes, rows, row_mask, DIMS: tl.constexpr, DTYPE: tl.constexpr):
+    """[R, 1] elements of a per-row operand; 0 where it is absent."""
+    if operand is not None:
+        value = tl.load(operand[0] + row_offset(operand, sizes, rows, DIMS), mask=row_mask, other=0).to(DTYPE)
+    else:
+        value = tl.where(row_mask, 0.0, 0.0).to(DTYPE)
+    return value
+
+
+@jit
+def load_factors(factors, sizes, rows, t, mask, N: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr):
+    """Each factor as a scalar or a tile: (None, parts) is a float, (operand, None) a tensor, (None, None) the product
+    of the factors before it. Triton passes Python floats as float32, so a float64 comes in three parts."""
+    loaded = ()
+    product = tl.full([1, 1], 1.0, DTYPE)
+    for i in tl.static_range(N):
+        operand = factors[i][0]
+        parts = factors[i][1]
+        if operand is not None:
+            factor = load(operand, sizes, rows, t, mask, DIMS, DTYPE)
+        elif parts is not None:
+            factor = tl.zeros([1, 1], DTYPE) + parts[0]
+            if DTYPE == tl.float64:
+                factor = factor + parts[1] + parts[2]
+        else:
+            factor = product
+        product = product * factor
+        loaded = loaded + (factor,)  # noqa: RUF005 - Triton's tuples do not unpack
+    return loaded
+
+
+@jit
+def pick(tile, chosen):
+    """[R, 1]: the element of each row that `chosen` marks, by selection, so that other elements may be NaN."""
+    return tl.sum(tl.where(chosen, tile, 0), axis=1, keep_dims=True)
+
+
+@jit
+def scan_kernel(
+    inputs,
+    factors,
+    boundary,
+    initial,
+    outputs,
+    final,
+    sizes,
+    n_rows,
+    T,
+    COEFFICIENTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BEYOND: tl.constexpr,
+    BOUNDARY: tl.constexpr,
+    REVERSE: tl.constexpr,
+    N_INPUTS: tl.constexpr,
+    N_FACTORS: tl.constexpr,
+    N_OUTPUTS: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TIME: tl.constexpr,
+):
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    row_mask = rows < n_rows
+    column = tl.arange(0, TIME)[None, :]
+    exit_column = column == (0 if REVERSE else TIME - 1)
+
+    # What a step sees beyond the window: the state, and (for `BOUNDARY`) the value and kind of the edge.
+    edge_value = load_row(boundary[0], sizes, rows, row_mask, DIMS, DTYPE)
+    CLOSED: tl.constexpr = initial is None
+    if not CLOSED:
+        state_beyond = load_row(initial, sizes, rows, row_mask, DIMS, DTYPE)
+    else:
+        state_beyond = BEYOND(edge_value)
+    kind_beyond = tl.where(row_mask, 0, 0)
+    value_beyond = edge_value
+
+    n_tiles = tl.cdiv(T, TIME)
+    for k in range(n_tiles):
+        if REVERSE:
+            tile = n_tiles - 1 - k
+        else:
+            tile = k
+        t = column + tile.to(tl.int64) * TIME
+        mask = row_mask & (t < T)
+
+        valid, cut, v_next, reset, reset_value, kind_beyond, value_beyond = BOUNDARY(
+            boundary,
+            kind_beyond,
+            value_beyond,
+            sizes,
+            rows,
+            row_mask,
+            t,
+            mask,
+            exit_column,
+            T,
+            CLOSED,
+            REVERSE,
+            DIMS,
+            DTYPE,
+        )
+        step_mask = mask & valid
+        x = ()
+        for i in tl.static_range(N_INPUTS):
+            x = x + (load(inputs[i], sizes, rows, t, step_mask, DIMS, DTYPE),)  # noqa: RUF005
+        f = load_factors(factors, sizes, rows, t, step_mask, N_FACTORS, DIMS, DTYPE)
+
+        a, b = COEFFICIENTS(x, v_next, cut, f)
+        b = tl.where(cut, 0.0, b)
+        # A row that is no transition passes the state on; one that carries a flag replaces it.
+        a = tl.where(step_mask, a, tl.where(reset, BEYOND(reset_value), 0.0))
+        b = tl.where(step_mask, b, tl.where(reset, 0.0, 1.0))
+        a, b = tl.associative_scan((a, b), 1, compose, reverse=REVERSE)
+        state = apply(a, b, state_beyond)
+
+        y = OUTPUTS(x, state)
+        for i in tl.static_range(N_OUTPUTS):
+            target = outputs[i]
+            tl.store(
+                target[0] + (row_offset(target, sizes, rows, DIMS) + t * target[1]),
+                tl.where(valid, y[i], 0.0),
+                mask=mask,
+            )
+        state_beyond = pick(state, exit_column)
+
+    if final is not None:
+        tl.store(final[0] + row_offset(final, sizes, rows, DIMS), state_beyond, mask=row_mask)

@@ -1,0 +1,28 @@
+"""Triton where it is installed; where it is not (macOS, Windows), importing the package still works.
+
+Kernels are written against `jit` and `tl` of this module. Without Triton `jit` leaves a function as it is, nothing
+ever launches it, and CPU tensors run through the numba backend as usual.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+except ImportError:
+    triton = None
+    tl: Any = None  # type: ignore[no-redef]
+
+    def jit(fn: Any) -> Any:  # type: ignore[no-redef]
+        return fn
+
+
+def interpreted(kernel: Any) -> bool:
+    """Whether `kernel` runs in Triton's interpreter (TRITON_INTERPRET=1 was set before triton was imported)."""
+    return triton is not None and not isinstance(kernel, triton.runtime.jit.JITFunction)
+
+
+__all__ = ["interpreted", "jit", "tl", "triton"]
