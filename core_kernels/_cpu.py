@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numba import njit, types
-from numba.extending import NativeValue, models, overload, register_model, unbox
+from numba.extending import NativeValue, intrinsic, models, overload, register_model, unbox
 
 from rl_triton import boundaries
 from rl_triton._algorithm import Algorithm, Problem
@@ -27,7 +27,7 @@ from rl_triton._layout import Operand, collapse
 
 _EDGE, _VALID, _ENDED = 0, 1, 2
 _DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+_NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 
 # ---------------------------------------------------------------------------------------------- algorithms as types
 
@@ -115,10 +115,47 @@ def _store_each(operands, o, i, t, y):
     raise NotImplementedError("compiled only")
 
 
+@intrinsic
+def _address(typing_context, array):
+    """The data pointer of an array: the loop then counts no references and checks no index."""
+
+    def codegen(context, builder, signature, arguments):
+        return context.make_array(signature.args[0])(context, builder, arguments[0]).data
+
+    return types.CPointer(array.dtype)(array), codegen
+
+
+def _addressed(operand):
+    """An operand, or a tuple of them, with addresses in place of arrays."""
+    raise NotImplementedError("compiled only")
+
+
+@overload(_addressed)
+def _compile_addressed(operand):
+    if isinstance(operand, types.NoneType):
+        return lambda operand: None
+    if isinstance(operand, types.BaseNamedTuple):
+        make = operand.instance_class
+        return lambda operand: make(*_addressed_each(operand))
+    if len(operand) and isinstance(operand[0], types.Array):
+        return lambda operand: (_address(operand[0]), _address(operand[1]), operand[2], operand[3])
+    return lambda operand: _addressed_each(operand)
+
+
+def _addressed_each(operands):
+    raise NotImplementedError("compiled only")
+
+
+@overload(_addressed_each)
+def _compile_addressed_each(operands):
+    if len(operands) == 0:
+        return lambda operands: ()
+    return lambda operands: (_addressed(operands[0]), *_addressed_each(operands[1:]))
+
+
 @njit(inline="always")
 def _index(operand, o, i, t):
-    # Unsigned, so that numba does not test for negative indices.
-    return np.uint64(operand[1][o] + i * operand[2] + t * operand[3])
+    return operand[1][o] + i * operand[2] + t * operand[3]
 
 
 @overload(_load)
@@ -192,58 +229,55 @@ def _compile_store_zeros(operands, o, i, t, zero):
 # ------------------------------------------------------------------------------------- the boundary rules, one step
 
 
-def _bound(boundary, o, i, t, at_edge, kind, value, closed, zero):
+def _bound(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
     """The rules of boundaries.py on row i at step t, given the kind and value of what follows it: whether the step is
     valid and cut, V of its successor, whether it replaces the state and by what value, and the kind and value that
-    the next step of the walk will see."""
+    the next step of the walk will see. `shift` is 1 for start flags."""
     raise NotImplementedError("compiled only")
 
 
-def _flagged(boundary, o, i, t, at_edge, zero):
+def _flagged(boundary, o, i, t, shift, at_edge, zero):
     """Whether row t carries a flag, and V(s'_t) if so."""
     raise NotImplementedError("compiled only")
 
 
+def _absent(boundary, name):
+    return isinstance(boundary.types[boundary.fields.index(name)], types.NoneType)
+
+
+@njit(inline="always")
+def _ended(boundary, o, i, t, shift, at_edge):
+    if at_edge:
+        return _flag(boundary.last_done, o, i, 0)
+    return _flag(boundary.terminated, o, i, t + shift)
+
+
 @overload(_flagged)
-def _compile_flagged(boundary, o, i, t, at_edge, zero):
-    if isinstance(boundary.types[boundary.fields.index("last_done")], types.NoneType):
+def _compile_flagged(boundary, o, i, t, shift, at_edge, zero):
+    if _absent(boundary, "truncated"):
+        return lambda boundary, o, i, t, shift, at_edge, zero: (_ended(boundary, o, i, t, shift, at_edge), zero)
 
-        def ended(boundary, o, i, t, at_edge):
-            return _flag(boundary.terminated, o, i, t)
-
-    else:
-
-        def ended(boundary, o, i, t, at_edge):
-            return _flag(boundary.last_done, o, i, 0) if at_edge else _flag(boundary.terminated, o, i, t + 1)
-
-    ended = njit(ended)
-    if isinstance(boundary.types[boundary.fields.index("truncated")], types.NoneType):
-        return lambda boundary, o, i, t, at_edge, zero: (ended(boundary, o, i, t, at_edge), zero)
-    from_next = isinstance(boundary.types[boundary.fields.index("bootstrap_values")], types.NoneType)
-    source = "next_values" if from_next else "bootstrap_values"
-    position = boundary.fields.index(source)
-
-    def flagged(boundary, o, i, t, at_edge, zero):
-        if ended(boundary, o, i, t, at_edge):
+    def flagged(boundary, o, i, t, shift, at_edge, zero):
+        if _ended(boundary, o, i, t, shift, at_edge):
             return True, zero
         if _flag(boundary.truncated, o, i, t):
-            return True, _load(boundary[position], o, i, t, zero)
+            return True, _load(boundary.bootstrap_values, o, i, t, zero)
         return False, zero
 
     return flagged
 
 
 @overload(_bound)
-def _compile_bound(boundary, o, i, t, at_edge, kind, value, closed, zero):
+def _compile_bound(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
     if boundary.instance_class is boundaries.Unbounded:
-        return lambda boundary, o, i, t, at_edge, kind, value, closed, zero: (
+        return lambda boundary, o, i, t, shift, at_edge, kind, value, closed, zero: (
             True, closed and at_edge, zero, False, zero, kind, value,
         )  # fmt: skip
 
-    has_next_values = not isinstance(boundary.types[boundary.fields.index("next_values")], types.NoneType)
+    has_next_values = not _absent(boundary, "next_values")
 
-    def without_gaps(boundary, o, i, t, at_edge, kind, value, closed, zero):
-        flagged, flag_value = _flagged(boundary, o, i, t, at_edge, zero)
+    def without_gaps(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
+        flagged, flag_value = _flagged(boundary, o, i, t, shift, at_edge, zero)
         v_open = value
         if has_next_values and not flagged:
             v_open = _load(boundary.next_values, o, i, t, zero)
@@ -251,8 +285,8 @@ def _compile_bound(boundary, o, i, t, at_edge, kind, value, closed, zero):
         cut = flagged or (closed and at_edge)
         return True, cut, v_next, False, zero, kind, _load(boundary.values, o, i, t, zero)
 
-    def with_gaps(boundary, o, i, t, at_edge, kind, value, closed, zero):
-        flagged, flag_value = _flagged(boundary, o, i, t, at_edge, zero)
+    def with_gaps(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
+        flagged, flag_value = _flagged(boundary, o, i, t, shift, at_edge, zero)
         if not _flag(boundary.valid, o, i, t):
             if flagged:
                 return False, False, zero, True, flag_value, _ENDED, flag_value
@@ -265,18 +299,17 @@ def _compile_bound(boundary, o, i, t, at_edge, kind, value, closed, zero):
         cut = flagged or kind == _ENDED or (closed and kind == _EDGE)
         return True, cut, v_next, False, zero, _VALID, _load(boundary.values, o, i, t, zero)
 
-    if isinstance(boundary.types[boundary.fields.index("valid")], types.NoneType):
-        return without_gaps
-    return with_gaps
+    return without_gaps if _absent(boundary, "valid") else with_gaps
 
 
 # ---------------------------------------------------------------------------------------------------------- the loop
 
 
-def _scan(
-    algorithm, reverse, inputs, factors, boundary, initial, outputs, final, zero, one, n_outer, n_inner, n_steps, block
+@njit(nogil=True)
+def _walk(
+    algorithm, reverse, closed, shift, inputs, factors, boundary, initial, outputs, final, zero, one, sizes, block
 ):
-    closed = initial is None
+    n_outer, n_inner, n_steps = sizes
     state = np.empty(block, dtype=type(zero))
     value = np.empty(block, dtype=type(zero))
     kind = np.empty(block, dtype=np.int64)
@@ -294,7 +327,7 @@ def _scan(
                 for j in range(width):
                     i = first + j
                     valid, cut, v_next, reset, reset_value, kind[j], value[j] = _bound(
-                        boundary, o, i, t, at_edge, kind[j], value[j], closed, zero
+                        boundary, o, i, t, shift, at_edge, kind[j], value[j], closed, zero
                     )
                     if valid:
                         x = _load_each(inputs, o, i, t, zero)
@@ -306,9 +339,29 @@ def _scan(
                         if reset:
                             state[j] = _beyond(algorithm, reset_value, zero)
                         _store_zeros(outputs, o, i, t, zero)
-            if final is not None:
-                for j in range(width):
-                    final[0][_index(final, o, first + j, 0)] = state[j]
+            for j in range(width):
+                final[0][_index(final, o, first + j, 0)] = state[j]
+
+
+def _scan(
+    algorithm, reverse, closed, shift, inputs, factors, boundary, initial, outputs, final, zero, one, sizes, block
+):
+    _walk(
+        algorithm,
+        reverse,
+        closed,
+        shift,
+        _addressed(inputs),
+        _addressed(factors),
+        _addressed(boundary),
+        _addressed(initial),
+        _addressed(outputs),
+        _addressed(final),
+        zero,
+        one,
+        sizes,
+        block,
+    )
 
 
 try:
@@ -339,8 +392,9 @@ def _row_starts(sizes: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1024)
-def _scalar_operand(x: float, dtype: torch.dtype) -> tuple:
-    return np.array([x], dtype=_NUMPY[dtype]), _ORIGIN, 0, 0
+def _constant(x: float, dtype: Any) -> tuple:
+    """An operand that reads x everywhere."""
+    return np.array([x], dtype), _ORIGIN, 0, 0
 
 
 def _widened(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -348,10 +402,39 @@ def _widened(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.float() if x is not None and x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def _unified(boundary: Any, time_dim: int) -> Any:
+    """The same boundary in fewer forms, since each form is a loop to compile: the last step's flag has a slot of its
+    own, and a truncated step's value comes from one slot."""
+    if not isinstance(boundary, boundaries.Successors):
+        return boundary
+    if boundary.last_done is None:
+        boundary = boundary._replace(last_done=boundary.terminated.select(time_dim, -1))
+    if boundary.truncated is not None and boundary.bootstrap_values is None:
+        boundary = boundary._replace(bootstrap_values=boundary.next_values)
+    return boundary
+
+
+def _completed(boundary: Any, number: Any) -> Any:
+    """Operands for what is absent: no edge value, no values; and where a truncated or an invalid step can be, both."""
+    if not isinstance(boundary, boundaries.Successors):
+        return boundary._replace(last_values=_constant(0.0, number))
+    zero = _constant(0.0, number)
+    boundary = boundary._replace(last_values=boundary.last_values or zero, values=boundary.values or zero)
+    if boundary.truncated or boundary.valid:
+        return boundary._replace(
+            truncated=boundary.truncated or _constant(0, np.uint8),
+            bootstrap_values=boundary.bootstrap_values or zero,
+            valid=boundary.valid or _constant(1, np.uint8),
+        )
+    return boundary
+
+
 def run(problem: Problem) -> None:
     """Run the scan on the calling thread. Fills `problem.outputs` and `problem.final`."""
+    algorithm, number = problem.algorithm, _NUMPY[problem.dtype]
     factor_tensors = tuple(f if isinstance(f, torch.Tensor) else None for f in problem.factors)
-    read = (problem.inputs, factor_tensors, tuple(problem.boundary), (problem.initial,))
+    boundary = _unified(problem.boundary, problem.time_dim)
+    read = (problem.inputs, factor_tensors, tuple(boundary), (problem.initial,))
     read = tuple(tuple(map(_widened, group)) for group in read)
     narrow = problem.outputs[0].dtype in (torch.float16, torch.bfloat16)
     written = tuple(torch.empty_like(y, dtype=torch.float32) for y in problem.outputs) if narrow else problem.outputs
@@ -365,30 +448,29 @@ def run(problem: Problem) -> None:
         return _elements(operand.tensor), starts, operand.row_strides[0], operand.time_stride
 
     operands = iter(layout.operands)
-    inputs, factors, boundary, (initial,), outputs, (final,) = (
+    inputs, factors, flags, (initial,), outputs, (final,) = (
         tuple(argument(next(operands)) for _ in group) for group in groups
     )
     factors = tuple(
-        _scalar_operand(f, problem.dtype) if isinstance(f, float) else operand
+        _constant(f, number) if isinstance(f, float) else operand
         for operand, f in zip(factors, problem.factors, strict=True)
     )
     _, _, row_stride, time_stride = inputs[0]
     n_inner = layout.sizes[0]
-    number = _NUMPY[problem.dtype]
     _scan(
-        _tag_of(problem.algorithm),
-        problem.algorithm.reverse,
+        _tag_of(algorithm),
+        algorithm.reverse,
+        initial is None,
+        0 if getattr(problem.boundary, "last_done", None) is None else 1,
         inputs,
         factors,
-        type(problem.boundary)(*boundary),
-        initial,
+        _completed(type(boundary)(*flags), number),
+        initial or _constant(0.0, number),
         outputs,
-        final,
+        final or (np.empty(1, number), _ORIGIN, 0, 0),
         number(0),
         number(1),
-        layout.n_rows // n_inner,
-        n_inner,
-        layout.n_steps,
+        (layout.n_rows // n_inner, n_inner, layout.n_steps),
         min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1,
     )
     if narrow:
