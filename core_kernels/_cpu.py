@@ -369,7 +369,6 @@ try:
 except RuntimeError:  # numba found no directory to store the loop in: compile it anew in each process
     _scan = njit(nogil=True)(_scan)
 
-_ORIGIN = np.zeros(1, dtype=np.int64)
 _ROW_BLOCK = 256
 
 
@@ -385,16 +384,21 @@ def _elements(x: torch.Tensor) -> np.ndarray:
 
 def _row_starts(sizes: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
     """Offsets of the outer rows, all axes but the innermost."""
-    starts = _ORIGIN
+    starts = _origins(1)
     for size, stride in zip(sizes[1:], strides[1:], strict=True):
         starts = (np.arange(size, dtype=np.int64)[:, None] * stride + starts).reshape(-1)
     return starts
 
 
+@functools.lru_cache(maxsize=64)
+def _origins(n_outer: int) -> np.ndarray:
+    return np.zeros(n_outer, dtype=np.int64)
+
+
 @functools.lru_cache(maxsize=1024)
-def _constant(x: float, dtype: Any) -> tuple:
+def _constant(x: float, dtype: Any, n_outer: int) -> tuple:
     """An operand that reads x everywhere."""
-    return np.array([x], dtype), _ORIGIN, 0, 0
+    return np.array([x], dtype), _origins(n_outer), 0, 0
 
 
 def _widened(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -414,17 +418,17 @@ def _unified(boundary: Any, time_dim: int) -> Any:
     return boundary
 
 
-def _completed(boundary: Any, number: Any) -> Any:
+def _completed(boundary: Any, number: Any, n_outer: int) -> Any:
     """Operands for what is absent: no edge value, no values; and where a truncated or an invalid step can be, both."""
     if not isinstance(boundary, boundaries.Successors):
-        return boundary._replace(last_values=_constant(0.0, number))
-    zero = _constant(0.0, number)
+        return boundary._replace(last_values=_constant(0.0, number, n_outer))
+    zero = _constant(0.0, number, n_outer)
     boundary = boundary._replace(last_values=boundary.last_values or zero, values=boundary.values or zero)
     if boundary.truncated or boundary.valid:
         return boundary._replace(
-            truncated=boundary.truncated or _constant(0, np.uint8),
+            truncated=boundary.truncated or _constant(0, np.uint8, n_outer),
             bootstrap_values=boundary.bootstrap_values or zero,
-            valid=boundary.valid or _constant(1, np.uint8),
+            valid=boundary.valid or _constant(1, np.uint8, n_outer),
         )
     return boundary
 
@@ -451,12 +455,13 @@ def run(problem: Problem) -> None:
     inputs, factors, flags, (initial,), outputs, (final,) = (
         tuple(argument(next(operands)) for _ in group) for group in groups
     )
+    n_inner = layout.sizes[0]
+    n_outer = layout.n_rows // n_inner
     factors = tuple(
-        _constant(f, number) if isinstance(f, float) else operand
+        _constant(f, number, n_outer) if isinstance(f, float) else operand
         for operand, f in zip(factors, problem.factors, strict=True)
     )
     _, _, row_stride, time_stride = inputs[0]
-    n_inner = layout.sizes[0]
     _scan(
         _tag_of(algorithm),
         algorithm.reverse,
@@ -464,13 +469,13 @@ def run(problem: Problem) -> None:
         0 if getattr(problem.boundary, "last_done", None) is None else 1,
         inputs,
         factors,
-        _completed(type(boundary)(*flags), number),
-        initial or _constant(0.0, number),
+        _completed(type(boundary)(*flags), number, n_outer),
+        initial or _constant(0.0, number, n_outer),
         outputs,
-        final or (np.empty(1, number), _ORIGIN, 0, 0),
+        final or (np.empty(1, number), _origins(n_outer), 0, 0),
         number(0),
         number(1),
-        (layout.n_rows // n_inner, n_inner, layout.n_steps),
+        (n_outer, n_inner, layout.n_steps),
         min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1,
     )
     if narrow:
