@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -90,9 +90,7 @@ def _rollout_buffer() -> type[RolloutBuffer]:
     try:
         from stable_baselines3.common import buffers
     except ImportError as error:
-        raise ImportError(
-            "rl_triton.adapters.sb3 needs Stable-Baselines3: pip install 'rl-triton[sb3]'"
-        ) from error
+        raise ImportError("rl_triton.adapters.sb3 needs Stable-Baselines3: pip install 'rl-triton[sb3]'") from error
     return buffers.RolloutBuffer
 
 
@@ -152,7 +150,7 @@ def _serve(
     device = _device if count_on is None else count_on
     last = last_values.detach().cpu().reshape(-1)
     returns = np.empty_like(buffer.advantages)
-    results = tuple(torch.from_numpy(x) for x in (buffer.advantages, returns))
+    results = torch.from_numpy(buffer.advantages), torch.from_numpy(returns)
     on_device = device.type != "cpu"
     try:
         computed = rlt.gae(

@@ -19,9 +19,8 @@ def _known(name: str, origin: str) -> str:
     return name
 
 
-_chosen: ContextVar[str] = ContextVar(
-    "rl_triton_backend", default=_known(os.environ.get("RL_TRITON_BACKEND", "auto"), "RL_TRITON_BACKEND")
-)
+_default = _known(os.environ.get("RL_TRITON_BACKEND", "auto"), "RL_TRITON_BACKEND")
+_chosen: ContextVar[str] = ContextVar("rl_triton_backend", default=_default)
 
 
 @contextlib.contextmanager
@@ -58,8 +57,8 @@ def run(problem: Problem) -> None:
 
         if device.type == "cpu" and (triton is None or not _launch.interpreting()):
             raise ValueError(
-                f"{name}: the backend is forced to 'triton', but the tensors are on the CPU; move them to a GPU, or set "
-                "TRITON_INTERPRET=1 before triton is imported to run kernels in its interpreter"
+                f"{name}: the backend is forced to 'triton', but the tensors are on the CPU; move them to a GPU, or "
+                "set TRITON_INTERPRET=1 before triton is imported to run kernels in its interpreter"
             )
         _launch.run(problem)
     else:

@@ -202,7 +202,7 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
         return False
     try:
-        return np.shares_memory(np.asarray(_Extent(x)), np.asarray(_Extent(y)), max_work=10_000)
+        return np.shares_memory(np.asarray(_Extent(x)), np.asarray(_Extent(y)), max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -422,7 +422,7 @@ def _completed(boundary: Any, number: Any, n_outer: int) -> Any:
     """Operands for what is absent: no edge value, no values; and where a truncated or an invalid step can be, both."""
     if not isinstance(boundary, boundaries.Successors):
         return boundary._replace(last_values=_constant(0.0, number, n_outer))
-    zero = _constant(0.0, number, n_outer)
+    zero: Any = _constant(0.0, number, n_outer)
     boundary = boundary._replace(last_values=boundary.last_values or zero, values=boundary.values or zero)
     if boundary.truncated or boundary.valid:
         return boundary._replace(
@@ -438,8 +438,8 @@ def run(problem: Problem) -> None:
     algorithm, number = problem.algorithm, _NUMPY[problem.dtype]
     factor_tensors = tuple(f if isinstance(f, torch.Tensor) else None for f in problem.factors)
     boundary = _unified(problem.boundary, problem.time_dim)
-    read = (problem.inputs, factor_tensors, tuple(boundary), (problem.initial,))
-    read = tuple(tuple(map(_widened, group)) for group in read)
+    given = (problem.inputs, factor_tensors, tuple(boundary), (problem.initial,))
+    read = tuple(tuple(map(_widened, group)) for group in given)
     narrow = problem.outputs[0].dtype in (torch.float16, torch.bfloat16)
     written = tuple(torch.empty_like(y, dtype=torch.float32) for y in problem.outputs) if narrow else problem.outputs
     groups = (*read, written, (problem.final,))

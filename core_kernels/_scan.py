@@ -99,12 +99,12 @@ def load_factors(factors, sizes, rows, t, mask, N: tl.constexpr, DIMS: tl.conste
             factor = load(operand, sizes, rows, t, mask, DIMS, DTYPE)
         elif parts is not None:
             factor = tl.zeros([1, 1], DTYPE) + parts[0]
-            if DTYPE == tl.float64:
+            if tl.float64 == DTYPE:
                 factor = factor + parts[1] + parts[2]
         else:
             factor = product
         product = product * factor
-        loaded = loaded + (factor,)  # noqa: RUF005 - Triton's tuples do not unpack
+        loaded = loaded + (factor,)
     return loaded
 
 
@@ -181,7 +181,7 @@ def scan_kernel(
         step_mask = mask & valid
         x = ()
         for i in tl.static_range(N_INPUTS):
-            x = x + (load(inputs[i], sizes, rows, t, step_mask, DIMS, DTYPE),)  # noqa: RUF005
+            x = x + (load(inputs[i], sizes, rows, t, step_mask, DIMS, DTYPE),)
         f = load_factors(factors, sizes, rows, t, step_mask, N_FACTORS, DIMS, DTYPE)
 
         a, b = COEFFICIENTS(x, v_next, cut, f)

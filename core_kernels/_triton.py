@@ -16,7 +16,7 @@ except ImportError:
     triton = None
     tl: Any = None  # type: ignore[no-redef]
 
-    def jit(fn: Any) -> Any:  # type: ignore[no-redef]
+    def jit(fn: Any) -> Any:
         return fn
 
 

@@ -143,9 +143,7 @@ def gae(
     """Schulman et al. 2016, eq. 12 and 16 in recursive form: A[t] = δ[t] + γ λ A[t+1]."""
     number = _NUMPY[dtype]
     time_dim %= rewards.dim()
-    window = _resolve(
-        rewards, time_dim, number, terminated, values=values, closed=carry is None, **boundary
-    )
+    window = _resolve(rewards, time_dim, number, terminated, values=values, closed=carry is None, **boundary)
     reward, value = _time_first(rewards, time_dim, number), _time_first(values, time_dim, number)
     g, l = _factor(gamma, rewards, time_dim, number), _factor(lambda_, rewards, time_dim, number)
     decay = g * l

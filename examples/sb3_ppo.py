@@ -157,9 +157,7 @@ def main(args: Args) -> int:
     table.add_row(
         "compute_returns_and_advantage, median", *(f"{np.median(run.gae_seconds) * 1e6:.0f} us" for run in runs)
     )
-    table.add_row(
-        "its share of learn()", *(f"{100 * sum(run.gae_seconds) / run.seconds:.2f} %" for run in runs)
-    )
+    table.add_row("its share of learn()", *(f"{100 * sum(run.gae_seconds) / run.seconds:.2f} %" for run in runs))
     table.add_row("largest difference on the same buffers", "", f"{ours.largest_difference:.2g}")
     table.add_row("largest difference of final parameters", "", f"{drift:.2g}")
     console.print(table)
@@ -167,7 +165,9 @@ def main(args: Args) -> int:
         console.print(f"{name}: served {counts['served']}, fallen back {counts['fallen_back'] or 0}")
     console.print(f"Learning curves: {args.plot}")
 
-    failures = [f"{run.name}: mean return {run.final_return:.1f} < {SOLVED}" for run in runs if run.final_return < SOLVED]
+    failures = [
+        f"{run.name}: mean return {run.final_return:.1f} < {SOLVED}" for run in runs if run.final_return < SOLVED
+    ]
     if args.device == "cpu" and drift != 0.0:
         failures.append(f"the final parameters differ by {drift:.2g}; on the CPU they must be identical")
     for failure in failures:

@@ -1,4 +1,4 @@
-"""Backends under test. Without a GPU the kernels run in Triton's interpreter, which must be chosen before the import."""
+"""Backends under test. Without a GPU the kernels run in Triton's interpreter, chosen before triton is imported."""
 
 import os
 

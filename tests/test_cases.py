@@ -59,9 +59,7 @@ def gae_arguments(case, inputs):
             terminated=inputs["episode_starts"], flags_at="start", last_done=inputs.rows("last_dones"), last_values=last
         )
     elif case["convention"] == "cleanrl":
-        yield dict(
-            terminated=inputs["dones"], flags_at="start", last_done=inputs.rows("next_done"), last_values=last
-        )
+        yield dict(terminated=inputs["dones"], flags_at="start", last_done=inputs.rows("next_done"), last_values=last)
     elif case["convention"] == "next_step":
         ended = (inputs["terminated"] != 0) | (inputs["truncated"] != 0)
         before = inputs["prev_done"] if inputs.get("prev_done") is not None else torch.zeros_like(ended[:, 0])

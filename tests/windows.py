@@ -20,7 +20,9 @@ def assert_result(actual, expected, dtype, name="result"):
 def restride(x: torch.Tensor, order: list[int], step: int) -> torch.Tensor:
     """The same tensor with its axes in memory in another order, every `step`-th element of a larger block."""
     inverse = [order.index(d) for d in range(x.dim())]
-    block = torch.full((*(x.shape[d] for d in order), step), float("nan") if x.is_floating_point() else 1, dtype=x.dtype)
+    block = torch.full(
+        (*(x.shape[d] for d in order), step), float("nan") if x.is_floating_point() else 1, dtype=x.dtype
+    )
     view = block[..., 0].permute(inverse)
     view.copy_(x)
     return view.to(x.device) if x.device.type == "cpu" else _on_device(view, x.device)

@@ -69,7 +69,7 @@ def gae(
     *,
     truncated: torch.Tensor | None = None,
     bootstrap_values: torch.Tensor | None = None,
-    last_values: torch.Tensor | None | _checks.Required = _checks.REQUIRED,
+    last_values: torch.Tensor | _checks.Required | None = _checks.REQUIRED,
     next_values: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
     gamma: float | torch.Tensor = 0.99,
@@ -104,7 +104,8 @@ def gae(
         next_values: V(s'_t) for every step, in place of `bootstrap_values` and `last_values`.
         valid: 0 where the row is no transition (padding, a reset row, a dead agent, a tool token). Such rows are
             skipped: everything on them but their flags is ignored, their results are 0, t+1 is the next valid row.
-        gamma, lambda_: γ and λ, floats, 0-d tensors, or tensors with as many axes as `rewards`, each of size 1 or equal.
+        gamma, lambda_: γ and λ: floats, 0-d tensors, or tensors with as many axes as `rewards`, each of size 1 or
+            equal.
         time_dim: the time axis; SB3 and CleanRL store [T, N], so 0.
         flags_at: "end", or "start" where `terminated[t]` says that row t starts an episode (SB3's `episode_starts`,
             CleanRL's `dones`). Then `last_done` is required and `truncated` is not available.

@@ -1,0 +1,432 @@
+"""The Stable-Baselines3 adapter against the installed Stable-Baselines3.
+
+SB3's own tests use one or two environments and miss a transposed axis; these use several, with episode ends everywhere.
+"""
+
+import pickle
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not installed")
+
+import gymnasium
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+
+from rl_triton.adapters import sb3, status
+
+NAME = "stable_baselines3.common.buffers.RolloutBuffer.compute_returns_and_advantage"
+STOCK = RolloutBuffer.compute_returns_and_advantage
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_only)]
+BOX = gymnasium.spaces.Box(-1, 1, (1,))
+
+
+@pytest.fixture(autouse=True)
+def stock_afterwards():
+    yield
+    sb3.unpatch()
+    assert RolloutBuffer.compute_returns_and_advantage is STOCK
+
+
+def counts():
+    entry = status().get(NAME, {"served": 0, "fallen_back": {}})
+    return entry["served"], sum(entry["fallen_back"].values())
+
+
+def make_buffer(n_steps, n_envs, *, ends=0.2, seed=0, gamma=0.99, gae_lambda=0.95, buffer_class=RolloutBuffer):
+    rng = np.random.default_rng(seed)
+    buffer = buffer_class(n_steps, BOX, BOX, gae_lambda=gae_lambda, gamma=gamma, n_envs=n_envs)
+    buffer.rewards[...] = rng.normal(size=(n_steps, n_envs))
+    buffer.values[...] = rng.normal(size=(n_steps, n_envs))
+    buffer.episode_starts[...] = rng.random((n_steps, n_envs)) < ends
+    last_values = torch.from_numpy(rng.normal(size=(n_envs, 1)).astype(np.float32))
+    return buffer, last_values, rng.random(n_envs) < ends
+
+
+def both(arguments, **options):
+    """(stock, ours): the buffers after the call, from equal inputs."""
+    stock, last_values, dones = arguments()
+    STOCK(stock, last_values, dones)
+    ours, last_values, dones = arguments()
+    with sb3.patched(**options):
+        ours.compute_returns_and_advantage(last_values, dones)
+    return stock, ours
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype == np.float32 and a.shape == b.shape and (a.view(np.int32) == b.view(np.int32)).all()
+
+
+@settings(max_examples=200)
+@given(
+    n_steps=st.sampled_from([1, 2, 5, 127, 300]),
+    n_envs=st.sampled_from([1, 2, 7, 16, 300]),
+    ends=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    gamma=st.sampled_from([0.0, 0.9, 0.99, 1.0, 1]),
+    gae_lambda=st.sampled_from([0.0, 0.8, 0.95, 1.0, 0]),
+    seed=st.integers(0, 2**31),
+)
+def test_same_bits_on_the_cpu(n_steps, n_envs, ends, gamma, gae_lambda, seed):
+    options = {"ends": ends, "seed": seed, "gamma": gamma, "gae_lambda": gae_lambda}
+    before = counts()
+    stock, ours = both(lambda: make_buffer(n_steps, n_envs, **options))
+    assert same_bits(stock.advantages, ours.advantages)
+    assert same_bits(stock.returns, ours.returns)
+    assert counts() == (before[0] + 1, before[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("n_steps", "n_envs"), [(5, 16), (128, 8), (2048, 3), (16, 1024)])
+def test_parity_on_any_device(device, n_steps, n_envs):
+    before = counts()
+    stock, ours = both(lambda: make_buffer(n_steps, n_envs), device=device)
+    bound = 0 if device == "cpu" else 1e-5 * np.abs(stock.advantages).max()
+    for name in ("advantages", "returns"):
+        assert type(getattr(ours, name)) is np.ndarray
+        assert np.abs(getattr(stock, name) - getattr(ours, name)).max() <= bound
+    assert counts() == (before[0] + 1, before[1])
+
+
+def test_a_transposed_axis_would_show():
+    """The check above is not blind to a mix-up of environments or axes."""
+    stock, _ = both(lambda: make_buffer(16, 16))
+    buffer, last_values, dones = make_buffer(16, 16)
+    for name in ("rewards", "values", "episode_starts"):
+        setattr(buffer, name, np.ascontiguousarray(getattr(buffer, name).T))
+    STOCK(buffer, last_values, dones)
+    assert not np.allclose(stock.advantages, buffer.advantages.T)
+
+
+@pytest.mark.parametrize("layout", ["fortran", "strided"])
+def test_memory_layouts(layout):
+    def arguments():
+        buffer, last_values, dones = make_buffer(20, 6)
+        for name in ("rewards", "values", "episode_starts", "advantages"):
+            x = getattr(buffer, name)
+            setattr(buffer, name, np.asfortranarray(x) if layout == "fortran" else np.repeat(x, 2, axis=1)[:, ::2])
+        return buffer, last_values, dones
+
+    before = counts()
+    stock, ours = both(arguments)
+    assert same_bits(stock.advantages, ours.advantages)
+    assert same_bits(stock.returns, ours.returns)
+    assert counts() == (before[0] + 1, before[1])
+
+
+def test_arrays_are_written_as_stock_writes_them():
+    """advantages in place, returns a new array; a second call changes nothing."""
+    buffer, last_values, dones = make_buffer(12, 4)
+    advantages, returns = buffer.advantages, buffer.returns
+    with sb3.patched():
+        buffer.compute_returns_and_advantage(last_values=last_values, dones=dones)
+        assert buffer.advantages is advantages
+        assert buffer.returns is not returns
+        first = buffer.advantages.copy(), buffer.returns.copy()
+        buffer.compute_returns_and_advantage(last_values, dones)
+    assert same_bits(first[0], buffer.advantages)
+    assert same_bits(first[1], buffer.returns)
+
+
+def test_gamma_is_read_at_the_call():
+    def arguments():
+        buffer, last_values, dones = make_buffer(12, 4)
+        buffer.gamma, buffer.gae_lambda = 0.5, 0.25
+        return buffer, last_values, dones
+
+    stock, ours = both(arguments)
+    assert same_bits(stock.advantages, ours.advantages)
+
+
+def change(**attributes):
+    def apply(buffer, last_values, dones):
+        for name, value in attributes.items():
+            setattr(buffer, name, value(getattr(buffer, name)) if callable(value) else value)
+        return buffer, last_values, dones
+
+    return apply
+
+
+def put(name, index, x):
+    def apply(buffer, last_values, dones):
+        getattr(buffer, name)[index] = x
+        return buffer, last_values, dones
+
+    return apply
+
+
+FALLBACKS = {
+    "gamma or gae_lambda is not a Python number": [
+        change(gamma=np.float64(0.99)),
+        change(gae_lambda=np.float32(0.9)),
+        change(gamma=np.full(5, 0.9, np.float32)),
+    ],
+    "rewards is not float32": [change(rewards=lambda x: x.astype(np.float64))],
+    "values is not float32": [change(values=lambda x: x.astype(np.float64))],
+    "values is not a numpy array": [change(values=lambda x: x.view(np.ma.MaskedArray))],
+    "rewards is read-only": [change(rewards=lambda x: np.broadcast_to(x, x.shape))],
+    "rewards has not the shape (n_steps, n_envs)": [change(rewards=lambda x: x[:, :1])],
+    "last_values is not a float32 tensor": [lambda b, last, dones: (b, last.double(), dones)],
+    "last_values has not one entry for each environment": [lambda b, last, dones: (b, last[:1], dones)],
+    "dones is not a numpy array with one entry for each environment": [lambda b, last, dones: (b, last, dones[:1])],
+    "flags other than 0 and 1": [put("episode_starts", (3, 1), 0.5), lambda b, last, dones: (b, last, dones * 2)],
+    "rewards, values or last_values that are not finite": [
+        put("rewards", (7, 2), np.nan),
+        put("values", (0, 0), np.inf),
+        put("rewards", (19, 4), -np.inf),
+        lambda b, last, dones: (b, torch.full_like(last, float("nan")), np.ones_like(dones)),
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("reason", "changed"), [(reason, change) for reason, changes in FALLBACKS.items() for change in changes]
+)
+def test_falls_back_to_stock_and_says_why(reason, changed):
+    """What Stable-Baselines3 accepts and we do not serve gets Stable-Baselines3's numbers, NaN included."""
+    before = status().get(NAME, {"fallen_back": {}})["fallen_back"].get(reason, 0)
+    stock, ours = both(lambda: changed(*make_buffer(20, 5)))
+    assert status()[NAME]["fallen_back"][reason] == before + 1
+    np.testing.assert_array_equal(stock.advantages, ours.advantages)
+    np.testing.assert_array_equal(stock.returns, ours.returns)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        (lambda b, last, dones: (b, last.numpy(), dones), AttributeError),
+        (lambda b, last, dones: (b, last, dones.tolist()), AttributeError),
+        (lambda b, last, dones: (b, last.requires_grad_(), dones), RuntimeError),
+        (lambda b, last, dones: (b, last[:3], dones), ValueError),
+    ],
+)
+def test_errors_are_stocks_own(changed, error):
+    arguments = changed(*make_buffer(20, 5))
+    with pytest.raises(error) as stock:
+        STOCK(*arguments)
+    with sb3.patched(), pytest.raises(error) as ours:
+        arguments[0].compute_returns_and_advantage(*arguments[1:])
+    assert str(stock.value) == str(ours.value)
+
+
+def test_after_get_the_arrays_are_flat():
+    """A recompute on flattened arrays raises as in stock for several environments, and works for one."""
+    for n_envs in (1, 3):
+        buffer, last_values, dones = make_buffer(8, n_envs)
+        with sb3.patched():
+            buffer.compute_returns_and_advantage(last_values, dones)
+            before = buffer.advantages.copy()
+            buffer.full = True
+            next(buffer.get(4))
+            if n_envs == 1:
+                buffer.compute_returns_and_advantage(last_values, dones)
+                assert same_bits(before, buffer.advantages)
+            else:
+                with pytest.raises(ValueError, match="broadcast"):
+                    buffer.compute_returns_and_advantage(last_values, dones)
+
+
+# ------------------------------------------------------------------------------------------------ patch and unpatch
+
+
+def test_patch_is_idempotent_and_exactly_reversible():
+    assert not sb3.is_patched()
+    sb3.patch()
+    installed = RolloutBuffer.compute_returns_and_advantage
+    assert installed is not STOCK
+    sb3.patch()
+    assert RolloutBuffer.compute_returns_and_advantage is installed
+    assert sb3.is_patched()
+    assert status()[NAME]["active"]
+    sb3.unpatch()
+    assert RolloutBuffer.compute_returns_and_advantage is STOCK
+    assert RolloutBuffer.__dict__["compute_returns_and_advantage"] is STOCK
+    assert not sb3.is_patched()
+    sb3.unpatch()
+
+
+def test_contexts_nest():
+    with sb3.patched():
+        with sb3.patched():
+            assert sb3.is_patched()
+        assert sb3.is_patched()
+        sb3.patch()
+    assert sb3.is_patched()
+    sb3.unpatch()
+    with pytest.raises(KeyError), sb3.patched():
+        raise KeyError
+    assert RolloutBuffer.compute_returns_and_advantage is STOCK
+
+
+def test_contexts_in_threads():
+    def work():
+        for _ in range(20):
+            with sb3.patched():
+                assert sb3.is_patched()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert RolloutBuffer.compute_returns_and_advantage is STOCK
+
+
+def test_signature_and_doc_stay():
+    import inspect
+
+    with sb3.patched():
+        method = RolloutBuffer.compute_returns_and_advantage
+        assert inspect.signature(method) == inspect.signature(STOCK)
+        assert method.__doc__ == STOCK.__doc__
+        assert method.__wrapped__ is STOCK
+
+
+def test_a_bound_method_taken_while_patched_goes_back_to_stock():
+    buffer, last_values, dones = make_buffer(8, 2)
+    with sb3.patched():
+        method = buffer.compute_returns_and_advantage
+    before = counts()
+    method(last_values, dones)
+    assert counts() == before
+
+
+def test_a_later_wrapper_is_left_in_place():
+    import functools
+
+    sb3.patch()
+    under = RolloutBuffer.compute_returns_and_advantage
+
+    @functools.wraps(under)
+    def wrapper(self, last_values, dones):
+        calls.append(self)
+        return under(self, last_values, dones)
+
+    calls = []
+    RolloutBuffer.compute_returns_and_advantage = wrapper
+    try:
+        with pytest.warns(UserWarning, match="was wrapped after rl_triton patched it"):
+            sb3.unpatch()
+        assert RolloutBuffer.compute_returns_and_advantage is wrapper
+        before = counts()
+        make_and_compute()
+        assert counts() == before
+        sb3.patch()  # on again under the same wrapper
+        make_and_compute()
+        assert counts()[0] == before[0] + 1
+        assert len(calls) == 2
+    finally:
+        RolloutBuffer.compute_returns_and_advantage = under
+        sb3.unpatch()
+
+
+def make_and_compute(**options):
+    buffer, last_values, dones = make_buffer(6, 2, **options)
+    buffer.compute_returns_and_advantage(last_values, dones)
+    return buffer
+
+
+class Overriding(RolloutBuffer):
+    def compute_returns_and_advantage(self, last_values, dones):
+        self.advantages[...] = 7.0
+
+
+class Extending(RolloutBuffer):
+    def compute_returns_and_advantage(self, last_values, dones):
+        super().compute_returns_and_advantage(last_values, dones)
+        self.advantages -= self.advantages.mean()
+
+
+def test_subclasses():
+    """One that overrides the method is left alone; the super() call of one that extends it is served."""
+    before = counts()
+    with sb3.patched():
+        assert (make_and_compute(buffer_class=Overriding).advantages == 7.0).all()
+        assert counts() == before
+        extended = make_and_compute(buffer_class=Extending)
+        assert counts()[0] == before[0] + 1
+    assert same_bits(extended.advantages, make_and_compute(buffer_class=Extending).advantages)
+    assert "compute_returns_and_advantage" not in DictRolloutBuffer.__dict__
+
+
+def test_unknown_device():
+    with pytest.raises(ValueError, match=r"sb3\.patch: device must be 'cpu' or a CUDA device, got 'meta'"):
+        sb3.patch(device="meta")
+
+
+def test_a_body_that_computes_something_else_is_refused(monkeypatch):
+    class Other(RolloutBuffer):
+        def compute_returns_and_advantage(self, last_values, dones):
+            self.advantages[...] = 0.0
+            self.returns = self.advantages + self.values
+
+    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", Other)
+    with pytest.raises(RuntimeError, match="does not compute the advantages that"):
+        sb3.patch()
+
+
+def test_a_body_that_rounds_otherwise_is_served_with_a_warning(monkeypatch):
+    class Old(RolloutBuffer):  # before 2.4: the carry is float64
+        def compute_returns_and_advantage(self, last_values, dones):
+            super().compute_returns_and_advantage(last_values, dones)
+            self.advantages *= np.float32(1 + 1e-6)
+
+    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", Old)
+    try:
+        with pytest.warns(UserWarning, match="rounds its advantages otherwise"):
+            sb3.patch()
+        assert sb3.is_patched()
+    finally:
+        sb3.unpatch()
+
+
+# ------------------------------------------------------------------------------------------------------- whole runs
+
+
+def learned(algorithm, patched, **options):
+    import contextlib
+
+    with sb3.patched() if patched else contextlib.nullcontext():
+        model = algorithm("MlpPolicy", "CartPole-v1", seed=3, device="cpu", **options)
+        model.learn(2 * model.n_steps)
+    return model
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [(PPO, {"n_steps": 256}), (A2C, {"n_steps": 64})])
+def test_same_seed_same_parameters(algorithm, options):
+    before = counts()
+    ours = learned(algorithm, True, **options)
+    assert counts() == (before[0] + 2, before[1])
+    stock = learned(algorithm, False, **options)
+    for name, x in stock.policy.state_dict().items():
+        assert torch.equal(x, ours.policy.state_dict()[name]), name
+
+
+def test_save_and_load_know_nothing_of_the_patch(tmp_path):
+    with sb3.patched():
+        model = learned(PPO, True, n_steps=64)
+        model.save(tmp_path / "patched")
+        model.save(tmp_path / "with_buffer", include=["rollout_buffer"])
+        pickled = pickle.dumps(model.rollout_buffer)
+    for name in ("patched.zip", "with_buffer.zip"):
+        assert b"rl_triton" not in (tmp_path / name).read_bytes()
+    assert b"rl_triton" not in pickled
+    loaded = PPO.load(tmp_path / "patched", env=model.get_env(), device="cpu")
+    loaded.learn(64)
+    with sb3.patched():
+        before = counts()
+        PPO.load(tmp_path / "with_buffer", env=model.get_env(), device="cpu").learn(64)
+        assert counts()[0] == before[0] + 1
+
+
+def test_importing_and_patching_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sb3.patch()
+        make_and_compute()

@@ -1,0 +1,217 @@
+"""Bad input: the type of the error and its words, which must name the argument and the way out."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import rl_triton as rlt
+
+DROP = object()
+
+
+def arguments(**changes):
+    x = torch.zeros(4, 6)
+    base = {"rewards": x, "values": x.clone(), "terminated": x.bool(), "last_values": torch.zeros(4)}
+    return {k: v for k, v in (base | changes).items() if v is not DROP}
+
+
+CASES = {
+    "numpy": (TypeError, {"rewards": np.zeros((4, 6))}, "rewards is a numpy.ndarray; pass torch.from_numpy(rewards)"),
+    "list": (TypeError, {"values": [[0.0]]}, "values must be a torch.Tensor, got list"),
+    "terminated None": (TypeError, {"terminated": None}, "terminated must be a torch.Tensor, got NoneType"),
+    "subclass": (
+        TypeError,
+        {"values": torch.zeros(4, 6).as_subclass(type("Mine", (torch.Tensor,), {}))},
+        "values is a Mine; tensor subclasses are not supported: pass the plain tensor",
+    ),
+    "sparse": (TypeError, {"rewards": torch.zeros(4, 6).to_sparse()}, "rewards must be a strided tensor"),
+    "complex": (TypeError, {"rewards": torch.zeros(4, 6, dtype=torch.complex64)}, "rewards has dtype torch.complex64"),
+    "complex flags": (TypeError, {"terminated": torch.zeros(4, 6).cfloat()}, "terminated has dtype torch.complex64"),
+    "unsupported device": (
+        ValueError,
+        {"rewards": torch.zeros(4, 6, device="meta")},
+        "rewards is on device 'meta'; supported are 'cuda' and 'cpu'",
+    ),
+    "0-d": (ValueError, {"rewards": torch.tensor(1.0)}, "rewards is a single number; it needs a time axis"),
+    "wrong shape": (
+        ValueError,
+        {"values": torch.zeros(4, 5)},
+        "values has shape [4, 5], but rewards has shape [4, 6]; they must be equal",
+    ),
+    "transposed": (
+        ValueError,
+        {"values": torch.zeros(6, 4)},
+        "values has shape [6, 4], but rewards has shape [4, 6]; they must be equal. It looks transposed: pass "
+        "values.t(), and time_dim=0 if all are [T, N]",
+    ),
+    "transposed flags": (ValueError, {"terminated": torch.zeros(6, 4)}, "terminated.t()"),
+    "trailing unit axis": (
+        ValueError,
+        {"values": torch.zeros(4, 6, 1)},
+        "It has a trailing unit axis: pass values.squeeze(-1)",
+    ),
+    "trailing unit axis of rewards": (
+        ValueError,
+        {"rewards": torch.zeros(4, 6, 1), "time_dim": 1},
+        "rewards has a trailing unit axis: pass values.unsqueeze(-1)",
+    ),
+    "one step longer": (
+        ValueError,
+        {"values": torch.zeros(4, 7)},
+        "It is one step longer along time: pass values[..., :-1] and last_values=values[..., -1]",
+    ),
+    "one step longer, time first": (
+        ValueError,
+        {"values": torch.zeros(5, 6), "time_dim": 0},
+        "pass values[:-1] and last_values=values[-1]",
+    ),
+    "truncated without bootstrap": (
+        ValueError,
+        {"truncated": torch.zeros(4, 6)},
+        "truncated was given without the value of the final observations; pass bootstrap_values",
+    ),
+    "bootstrap without truncated": (
+        ValueError,
+        {"bootstrap_values": torch.zeros(4, 6)},
+        "bootstrap_values needs truncated",
+    ),
+    "bootstrap and next values": (
+        ValueError,
+        {"bootstrap_values": torch.zeros(4, 6), "truncated": torch.zeros(4, 6), "next_values": torch.zeros(4, 6)},
+        "bootstrap_values and next_values exclude each other",
+    ),
+    "no edge": (
+        ValueError,
+        {"last_values": DROP},
+        "the window's edge needs a value: pass last_values (V of the observation after the last step, one per row) or "
+        "next_values; last_values=None says that it is zero",
+    ),
+    "last_values [N, 1]": (
+        ValueError,
+        {"last_values": torch.zeros(4, 1)},
+        "last_values has shape [4, 1], but needs one entry per row, shape [4]: that of rewards, [4, 6], without its "
+        "time axis (time_dim=1). Pass last_values.squeeze(-1)",
+    ),
+    "last_values [1, N]": (ValueError, {"last_values": torch.zeros(1, 4)}, "Pass last_values.squeeze(0)"),
+    "last_values per step": (
+        ValueError,
+        {"last_values": torch.zeros(4, 6)},
+        "Pass its last step, last_values[..., -1]",
+    ),
+    "last_values float": (TypeError, {"last_values": 0.0}, "last_values must be a torch.Tensor, got float"),
+    "start with truncated": (
+        ValueError,
+        {"flags_at": "start", "truncated": torch.zeros(4, 6), "last_done": torch.zeros(4)},
+        "truncated was given with flags_at='start', where one merged flag says that a row starts an episode. Pass end "
+        "flags instead: done[t] = start[t+1]",
+    ),
+    "start without last_done": (
+        ValueError,
+        {"flags_at": "start"},
+        "flags_at='start' needs last_done, one flag per row",
+    ),
+    "last_done without start": (
+        ValueError,
+        {"last_done": torch.zeros(4)},
+        "last_done was given with flags_at='end'",
+    ),
+    "unknown flags_at": (ValueError, {"flags_at": "begin"}, "flags_at must be 'end' or 'start', got 'begin'"),
+    "time_dim out of range": (ValueError, {"time_dim": 2}, "time_dim=2 is out of range for rewards of shape [4, 6]"),
+    "time_dim float": (TypeError, {"time_dim": 1.0}, "time_dim must be an int, got float"),
+    "gamma string": (TypeError, {"gamma": "0.9"}, "gamma must be a float or a tensor, got str"),
+    "gamma bool": (TypeError, {"gamma": True}, "gamma must be a float or a tensor, got bool"),
+    "gamma numpy": (TypeError, {"gamma": np.zeros(3)}, "gamma is a numpy.ndarray; pass torch.from_numpy(gamma)"),
+    "gamma shape": (
+        ValueError,
+        {"gamma": torch.zeros(6)},
+        "gamma has shape [6]; a tensor gamma is 0-d, or has as many axes as rewards, [4, 6], each of size 1 or equal",
+    ),
+    "lambda_ shape": (ValueError, {"lambda_": torch.zeros(4, 5)}, "lambda_ has shape [4, 5]"),
+    "valid shape": (ValueError, {"valid": torch.zeros(4)}, "valid has shape [4], but rewards has shape [4, 6]"),
+    "carry shape": (ValueError, {"carry": torch.zeros(6)}, "carry has shape [6], but needs one entry per row"),
+    "out not a tuple": (
+        TypeError,
+        {"out": torch.zeros(4, 6)},
+        "out must be a tuple of 2 tensors (advantages, returns), got Tensor",
+    ),
+    "out too short": (TypeError, {"out": (torch.zeros(4, 6),)}, "out must be a tuple of 2 tensors"),
+    "out shape": (
+        ValueError,
+        {"out": (torch.zeros(4, 6), torch.zeros(6, 4))},
+        "out[1] (returns) has shape [6, 4], but the result has shape [4, 6]",
+    ),
+    "out dtype": (
+        TypeError,
+        {"out": (torch.zeros(4, 6).double(), torch.zeros(4, 6))},
+        "out[0] (advantages) has dtype torch.float64, but the result has dtype torch.float32",
+    ),
+    "out device": (
+        ValueError,
+        {"out": (torch.zeros(4, 6, device="meta"), torch.zeros(4, 6))},
+        "out[0] (advantages) is on meta, but the inputs are on cpu",
+    ),
+    "out requires grad": (
+        ValueError,
+        {"out": (torch.zeros(4, 6, requires_grad=True), torch.zeros(4, 6))},
+        "out[0] (advantages) requires grad, and results carry no graph: pass out[0].detach()",
+    ),
+    "out expanded": (
+        ValueError,
+        {"out": (torch.zeros(1, 6).expand(4, 6), torch.zeros(4, 6))},
+        "out[0] (advantages) is an expanded view",
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "changes", "words"), CASES.values(), ids=CASES.keys())
+def test_words(error, changes, words, monkeypatch):
+    def never(problem):
+        raise AssertionError("a kernel was about to run")
+
+    monkeypatch.setattr("rl_triton._backend.run", never)
+    with pytest.raises(error, match="^gae: .*" + re.escape(words)) as caught:
+        rlt.gae(**arguments(**changes))
+    assert type(caught.value) is error
+
+
+def test_out_sharing_memory():
+    given = arguments()
+    block = torch.zeros(3, 4, 6)
+    for name in ("rewards", "values"):
+        with pytest.raises(ValueError, match=rf"out\[0\] \(advantages\) shares memory with {name}; results cannot"):
+            rlt.gae(**given, out=(given[name], torch.zeros(4, 6)))
+    with pytest.raises(ValueError, match=r"out\[1\] \(returns\) shares memory with out\[0\] \(advantages\)"):
+        rlt.gae(**given, out=(block[0], block[0]))
+    shifted = torch.zeros(30)
+    given["rewards"] = shifted[:24].view(4, 6)
+    with pytest.raises(ValueError, match="shares memory with rewards"):
+        rlt.gae(**given, out=(shifted[6:].view(4, 6), torch.zeros(4, 6)))
+
+
+@pytest.mark.gpu_only
+def test_mixed_devices():
+    for name in ("values", "terminated", "last_values"):
+        given = arguments()
+        given[name] = given[name].cuda()
+        with pytest.raises(
+            ValueError, match=rf"{name} is on cuda:0, but rewards is on cpu; .* pass {name}\.to\('cpu'\)"
+        ):
+            rlt.gae(**given)
+    with pytest.raises(ValueError, match="gamma is on cuda:0, but rewards is on cpu"):
+        rlt.gae(**arguments(gamma=torch.tensor(0.9, device="cuda")))
+
+
+def test_affine_scan_words():
+    x = torch.zeros(4, 6)
+    with pytest.raises(TypeError, match="affine_scan: alpha is a numpy.ndarray"):
+        rlt.affine_scan(x.numpy(), 0.5)
+    with pytest.raises(ValueError, match=r"affine_scan: beta has shape \[6\]; a tensor beta is 0-d"):
+        rlt.affine_scan(x, x[0])
+    with pytest.raises(ValueError, match=r"affine_scan: initial has shape \[6\], but needs one entry per row"):
+        rlt.affine_scan(x, 0.5, initial=x[0])
+    with pytest.raises(ValueError, match="affine_scan: out shares memory with alpha"):
+        rlt.affine_scan(x, 0.5, out=x)
+    with pytest.raises(TypeError, match="affine_scan: out must be a torch.Tensor, got tuple"):
+        rlt.affine_scan(x, 0.5, out=(x,))
