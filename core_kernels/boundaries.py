@@ -66,7 +66,7 @@ _ENDED = tl.constexpr(2) if tl is not None else 2
 @jit
 def _flagged(boundary, sizes, rows, row_mask, t, T, DIMS: tl.constexpr, DTYPE: tl.constexpr):
     """Whether row t carries a flag, and V(s'_t) if so: 0 where terminated, its bootstrap where truncated."""
-    last_values, terminated, truncated, bootstrap_values, next_values, values, valid, last_done = boundary
+    last_values, terminated, truncated, bootstrap_values, next_values, values, valid, last_done, _ = boundary
     if last_done is None:
         ended = load_flag(terminated, sizes, rows, t, row_mask & (t < T), DIMS)
     else:
@@ -114,7 +114,7 @@ def successors(
     carry a flag and what lies beyond them; and, one per row, the kind and value that the tile before will see.
     CLOSED: nothing is scanned in from beyond the edge, so the edge cuts.
     """
-    last_values, terminated, truncated, bootstrap_values, next_values, values, valid_flags, last_done = boundary
+    last_values, terminated, truncated, bootstrap_values, next_values, values, valid_flags, last_done, _ = boundary
     flagged, flag_value = _flagged(boundary, sizes, rows, row_mask, t, T, DIMS, DTYPE)
     inside = row_mask & (t + 1 < T)
 
