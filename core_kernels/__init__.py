@@ -5,8 +5,27 @@ if __name__ != "rl_triton":
 
 from rl_triton._backend import backend
 from rl_triton.estimators.affine import affine_scan
+from rl_triton.estimators.discounted import discounted_returns
 from rl_triton.estimators.gae import GAE, gae
+from rl_triton.estimators.retrace import Retrace, retrace
+from rl_triton.estimators.td_lambda import td_lambda_returns
+from rl_triton.estimators.traces import eligibility_traces, episodic_cumsum
+from rl_triton.estimators.vtrace import VTrace, vtrace
 
 __version__ = "0.1.0"
 
-__all__ = ["GAE", "__version__", "affine_scan", "backend", "gae"]
+__all__ = [
+    "GAE",
+    "Retrace",
+    "VTrace",
+    "__version__",
+    "affine_scan",
+    "backend",
+    "discounted_returns",
+    "eligibility_traces",
+    "episodic_cumsum",
+    "gae",
+    "retrace",
+    "td_lambda_returns",
+    "vtrace",
+]

@@ -31,12 +31,16 @@ class Forms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Algorithm:
-    """An estimator, as the skeleton sees it.
+    """An estimator, as the skeleton sees it. The kernel forms take `VARIANT`, a constant, as a last argument.
 
     coefficients(x, v_next, cut, factors) -> (α, β)
         x: the step's inputs; v_next: the value of its successor, 0 where terminated; cut: whether the recurrence
         stops here (the skeleton zeroes β there itself); factors: gamma, lambda and the like.
-    outputs(x, state) -> results of the step, a tuple
+    target(x, v_next, cut, state_next, factors)
+        with `lookahead` 2: a quantity of the step whose value at the next valid step the outputs need.
+    outputs(x, state, ahead, factors) -> results of the step, a tuple
+        ahead = (v_next, v_follow, cut, state_next, target_next): v_follow is V of the next valid step (v_next at the
+        window's edge); state_next and target_next, X and the target one step on, exist with `lookahead` 1 and 2.
     beyond(v) -> the state just beyond a boundary whose successor has value v
         (scalar form: beyond(v, zero)).
     """
@@ -45,13 +49,31 @@ class Algorithm:
     coefficients: Forms
     outputs: Forms
     beyond: Forms
+    target: Forms | None = None
+    lookahead: int = 0
     reverse: bool = True
+    variant: tuple[str, ...] = ()
+    """Which of several forms of the equations: a constant of the kernel forms; the scalar forms are made for it."""
 
     @functools.cached_property
     def digest(self) -> str:
         """Identifies the scalar code, so that a compiled loop on disk is never older than its source."""
         source = Path(inspect.getfile(self.coefficients.scalar)).read_bytes()
         return hashlib.sha256(source).hexdigest()[:16]
+
+
+class Expectation(NamedTuple):
+    """In place of a per-step tensor: Σ_a probs[.., a] values[.., a], reduced as it is loaded."""
+
+    values: Any
+    probs: Any
+
+
+class Taken(NamedTuple):
+    """In place of a per-step tensor: table[.., actions[..]], picked as it is loaded."""
+
+    table: Any
+    actions: Any
 
 
 class Problem(NamedTuple):
@@ -62,17 +84,17 @@ class Problem(NamedTuple):
     """Shape of every per-step tensor."""
     time_dim: int
     """Position of the time axis in `shape`, not negative."""
-    inputs: tuple[torch.Tensor, ...]
-    """Per-step tensors, in the order in which `coefficients` unpacks them."""
+    inputs: tuple[Any, ...]
+    """Per-step tensors (or `Taken`), in the order in which `coefficients` unpacks them."""
     factors: tuple[float | torch.Tensor | None, ...]
     """Floats, or tensors expanded to `shape`. None: the product of the factors before it."""
     boundary: Any
-    """`Successors` or `Unbounded` of boundaries.py."""
-    initial: torch.Tensor | None
-    """State one step past the window (before it, where the scan runs forward), one per row; None: closed."""
+    """`Successors`, `Resets` or `Unbounded` of boundaries.py."""
+    initial: tuple[torch.Tensor | None, torch.Tensor | None]
+    """State and target one step past the window (before it, where the scan runs forward), one per row; None: closed."""
     outputs: tuple[torch.Tensor, ...]
     """Where the results go, each of `shape`."""
-    final: torch.Tensor | None
-    """Where the last scanned state goes, one per row, or None."""
+    final: tuple[torch.Tensor | None, torch.Tensor | None]
+    """Where the last scanned state and target go, one per row, or None."""
     dtype: torch.dtype
     """Arithmetic: float32, or float64 if the result is."""

@@ -74,6 +74,11 @@ def flags(op: str, name: str, x: Any) -> torch.Tensor:
     return tensor(op, name, x, FLOATS | INTEGERS, "a bool, integer or float dtype")
 
 
+def integers(op: str, name: str, x: Any) -> torch.Tensor:
+    """Indices of any integer dtype."""
+    return tensor(op, name, x, INTEGERS - {torch.bool}, "an integer dtype")
+
+
 def time_axis(op: str, rewards_name: str, rewards: torch.Tensor, time_dim: Any) -> int:
     """The position of the time axis, counted from the front."""
     if type(time_dim) is not int:
@@ -110,6 +115,26 @@ def like(op: str, name: str, x: torch.Tensor, other_name: str, other: torch.Tens
     elif len(shape) == 2 and tuple(shape) == tuple(reversed(wanted)):
         message += f". It looks transposed: pass {name}.t(), and time_dim=0 if all are [T, N]"
     _value_error(op, message)
+
+
+def with_actions(op: str, name: str, x: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """x has the shape of `other` with one axis appended."""
+    if x.dim() != other.dim() + 1 or x.shape[:-1] != other.shape or x.shape[-1] == 0:
+        _value_error(
+            op,
+            f"{name} has shape {_shape(x.shape)}, but needs that of {other_name}, {_shape(other.shape)}, with an axis of "
+            "at least one action appended",
+        )
+
+
+def with_features(op: str, name: str, x: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """x has the shape of `other`, or that with a feature axis appended; it has one axis more."""
+    if x.shape[:-1] != other.shape:
+        _value_error(
+            op,
+            f"{name} has shape {_shape(x.shape)}, but needs that of {other_name}, {_shape(other.shape)}, with or without "
+            "a feature axis appended",
+        )
 
 
 def per_row(op: str, name: str, x: torch.Tensor, other_name: str, other: torch.Tensor, time_dim: int) -> None:

@@ -14,19 +14,20 @@ from __future__ import annotations
 import functools
 import hashlib
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from numba import njit, types
-from numba.extending import NativeValue, intrinsic, models, overload, register_model, unbox
+from numba.extending import NativeValue, intrinsic, models, overload, register_jitable, register_model, unbox
 
-from rl_triton import boundaries
-from rl_triton._algorithm import Algorithm, Problem
-from rl_triton._layout import Operand, collapse
+from rl_triton import _scalar, boundaries
+from rl_triton._algorithm import Algorithm, Expectation, Problem, Taken
+from rl_triton._layout import Operand, describe
 
 _EDGE, _VALID, _ENDED = 0, 1, 2
-_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+_DIGEST = hashlib.sha256(Path(__file__).read_bytes() + Path(_scalar.__file__).read_bytes()).hexdigest()[:16]
 _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 
 # ---------------------------------------------------------------------------------------------- algorithms as types
@@ -40,15 +41,39 @@ class _AlgorithmType(types.Opaque):
         super().__init__(name=f"rl_triton.Algorithm({name}, {digest}, {_DIGEST})")
 
 
+def _compiled(function: FunctionType) -> Any:
+    """The function for numba, and with it the plain functions of this package that it calls."""
+    _make_jitable_callees(function)
+    return njit(function)
+
+
+def _make_jitable_callees(function: FunctionType) -> None:
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
+    for callee in (*named, *enclosed):
+        ours = isinstance(callee, FunctionType) and callee.__module__.startswith("rl_triton.estimators")
+        if ours and callee not in _jitable:
+            _jitable.add(callee)
+            _make_jitable_callees(callee)
+            register_jitable(callee)
+
+
+_jitable: set[Any] = set()
+
+
 class _Tag:
     """What stands for an algorithm in a call of the loop."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         direction = "" if algorithm.reverse else ", forward"
-        self._numba_type_ = _AlgorithmType(algorithm.name + direction, algorithm.digest)
-        self.coefficients = njit(algorithm.coefficients.scalar)
-        self.outputs = njit(algorithm.outputs.scalar)
-        self.beyond = njit(algorithm.beyond.scalar)
+        name = " ".join((algorithm.name, *algorithm.variant)) + direction
+        self._numba_type_ = _AlgorithmType(name, algorithm.digest)
+        self.has_target = algorithm.target is not None
+        self.coefficients = _compiled(algorithm.coefficients.scalar)
+        self.outputs = _compiled(algorithm.outputs.scalar)
+        self.beyond = _compiled(algorithm.beyond.scalar)
+        if algorithm.target is not None:
+            self.target = _compiled(algorithm.target.scalar)
         _tags[self._numba_type_.algorithm] = self
 
 
@@ -66,7 +91,7 @@ def _coefficients(algorithm, x, v_next, cut, factors):
     raise NotImplementedError("compiled only")
 
 
-def _outputs(algorithm, x, state):
+def _outputs(algorithm, x, state, ahead, factors):
     raise NotImplementedError("compiled only")
 
 
@@ -81,15 +106,43 @@ def _compile_coefficients(algorithm, x, v_next, cut, factors):
 
 
 @overload(_outputs)
-def _compile_outputs(algorithm, x, state):
+def _compile_outputs(algorithm, x, state, ahead, factors):
     outputs = _tags[algorithm.algorithm].outputs
-    return lambda algorithm, x, state: outputs(x, state)
+    return lambda algorithm, x, state, ahead, factors: outputs(x, state, ahead, factors)
+
+
+def _target(algorithm, x, v_next, cut, state_next, factors):
+    raise NotImplementedError("compiled only")
+
+
+@overload(_target)
+def _compile_target(algorithm, x, v_next, cut, state_next, factors):
+    if not _tags[algorithm.algorithm].has_target:
+        return lambda algorithm, x, v_next, cut, state_next, factors: state_next
+    target = _tags[algorithm.algorithm].target
+    return lambda algorithm, x, v_next, cut, state_next, factors: target(x, v_next, cut, state_next, factors)
 
 
 @overload(_beyond)
 def _compile_beyond(algorithm, v, zero):
     beyond = _tags[algorithm.algorithm].beyond
     return lambda algorithm, v, zero: beyond(v, zero)
+
+
+for _helper in (_scalar.scaled, _scalar.clipped):
+    register_jitable(_helper)
+
+
+@overload(_scalar.one)
+def _compile_one(x):
+    one = x
+    return lambda x: one(1)
+
+
+@overload(_scalar.complement)
+def _compile_complement(x):
+    one = x
+    return lambda x: one(1) - x
 
 
 # ------------------------------------------------------------------------------------------------------ operands
@@ -126,20 +179,20 @@ def _address(typing_context, array):
 
 
 def _addressed(operand):
-    """An operand, or a tuple of them, with addresses in place of arrays."""
+    """Operands, in tuples of any depth, with addresses in place of arrays."""
     raise NotImplementedError("compiled only")
 
 
 @overload(_addressed)
 def _compile_addressed(operand):
-    if isinstance(operand, types.NoneType):
-        return lambda operand: None
+    if isinstance(operand, types.Array):
+        return lambda operand: _address(operand)
     if isinstance(operand, types.BaseNamedTuple):
         make = operand.instance_class
         return lambda operand: make(*_addressed_each(operand))
-    if len(operand) and isinstance(operand[0], types.Array):
-        return lambda operand: (_address(operand[0]), _address(operand[1]), operand[2], operand[3])
-    return lambda operand: _addressed_each(operand)
+    if isinstance(operand, types.BaseTuple):
+        return lambda operand: _addressed_each(operand)
+    return lambda operand: operand
 
 
 def _addressed_each(operands):
@@ -163,7 +216,24 @@ def _compile_load(operand, o, i, t, zero):
     if isinstance(operand, types.NoneType):
         return lambda operand, o, i, t, zero: zero
     dtype = zero
-    return lambda operand, o, i, t, zero: dtype(operand[0][_index(operand, o, i, t)])
+    if len(operand) == 4:
+        return lambda operand, o, i, t, zero: dtype(operand[0][_index(operand, o, i, t)])
+
+    def taken(operand, o, i, t, zero):
+        action = np.int64(operand[5][0][_index(operand[5], o, i, t)])
+        return dtype(operand[0][_index(operand, o, i, t) + action * operand[4]])
+
+    def expectation(operand, o, i, t, zero):
+        probs = operand[5]
+        at, probs_at = _index(operand, o, i, t), _index(probs, o, i, t)
+        total = zero
+        for action in range(operand[6]):
+            p = dtype(probs[0][probs_at + action * probs[4]])
+            if p != 0:
+                total += p * dtype(operand[0][at + action * operand[4]])
+        return total
+
+    return taken if len(operand) == 6 else expectation
 
 
 @overload(_flag)
@@ -231,8 +301,9 @@ def _compile_store_zeros(operands, o, i, t, zero):
 
 def _bound(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
     """The rules of boundaries.py on row i at step t, given the kind and value of what follows it: whether the step is
-    valid and cut, V of its successor, whether it replaces the state and by what value, and the kind and value that
-    the next step of the walk will see. `shift` is 1 for start flags."""
+    valid and cut, V of its successor, V of the next valid row (of the successor at the edge), whether the step replaces
+    the state and by what value, and the kind and value that the next step of the walk will see. `shift` is 1 for start
+    flags."""
     raise NotImplementedError("compiled only")
 
 
@@ -271,8 +342,21 @@ def _compile_flagged(boundary, o, i, t, shift, at_edge, zero):
 def _compile_bound(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
     if boundary.instance_class is boundaries.Unbounded:
         return lambda boundary, o, i, t, shift, at_edge, kind, value, closed, zero: (
-            True, closed and at_edge, zero, False, zero, kind, value,
+            True, closed and at_edge, zero, zero, False, zero, kind, value,
         )  # fmt: skip
+
+    if boundary.instance_class is boundaries.Resets:
+        without_valid = _absent(boundary, "valid")
+
+        def forward(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
+            cut = False
+            if shift == 1 or not at_edge:
+                cut = _flag(boundary.done, o, i, t + shift - 1)
+            if without_valid or _flag(boundary.valid, o, i, t):
+                return True, cut, zero, zero, False, zero, kind, value
+            return False, False, zero, zero, cut, zero, kind, value
+
+        return forward
 
     has_next_values = not _absent(boundary, "next_values")
 
@@ -282,22 +366,23 @@ def _compile_bound(boundary, o, i, t, shift, at_edge, kind, value, closed, zero)
         if has_next_values and not flagged:
             v_open = _load(boundary.next_values, o, i, t, zero)
         v_next = flag_value if flagged else v_open
+        v_follow = v_open if at_edge else value
         cut = flagged or (closed and at_edge)
-        return True, cut, v_next, False, zero, kind, _load(boundary.values, o, i, t, zero)
+        return True, cut, v_next, v_follow, False, zero, kind, _load(boundary.values, o, i, t, zero)
 
     def with_gaps(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
         flagged, flag_value = _flagged(boundary, o, i, t, shift, at_edge, zero)
         if not _flag(boundary.valid, o, i, t):
             if flagged:
-                return False, False, zero, True, flag_value, _ENDED, flag_value
-            return False, False, zero, False, zero, kind, value
-        v_next = value
-        if flagged:
-            v_next = flag_value
-        elif has_next_values and kind != _ENDED:
-            v_next = _load(boundary.next_values, o, i, t, zero)
+                return False, False, zero, zero, True, flag_value, _ENDED, flag_value
+            return False, False, zero, zero, False, zero, kind, value
+        v_open = value
+        if has_next_values and not flagged and kind != _ENDED:
+            v_open = _load(boundary.next_values, o, i, t, zero)
+        v_next = flag_value if flagged else v_open
+        v_follow = v_open if kind == _EDGE else value
         cut = flagged or kind == _ENDED or (closed and kind == _EDGE)
-        return True, cut, v_next, False, zero, _VALID, _load(boundary.values, o, i, t, zero)
+        return True, cut, v_next, v_follow, False, zero, _VALID, _load(boundary.values, o, i, t, zero)
 
     return without_gaps if _absent(boundary, "valid") else with_gaps
 
@@ -311,6 +396,7 @@ def _walk(
 ):
     n_outer, n_inner, n_steps = sizes
     state = np.empty(block, dtype=type(zero))
+    target = np.empty(block, dtype=type(zero))
     value = np.empty(block, dtype=type(zero))
     kind = np.empty(block, dtype=np.int64)
     for o in range(n_outer):
@@ -318,7 +404,8 @@ def _walk(
             width = min(block, n_inner - first)
             for j in range(width):
                 edge = _load(boundary.last_values, o, first + j, 0, zero)
-                state[j] = _beyond(algorithm, edge, zero) if closed else _load(initial, o, first + j, 0, zero)
+                state[j] = _beyond(algorithm, edge, zero) if closed else _load(initial[0], o, first + j, 0, zero)
+                target[j] = _load(initial[1], o, first + j, 0, zero)
                 value[j] = edge
                 kind[j] = _EDGE
             for step in range(n_steps):
@@ -326,21 +413,27 @@ def _walk(
                 at_edge = step == 0
                 for j in range(width):
                     i = first + j
-                    valid, cut, v_next, reset, reset_value, kind[j], value[j] = _bound(
+                    valid, cut, v_next, v_follow, reset, reset_value, kind[j], value[j] = _bound(
                         boundary, o, i, t, shift, at_edge, kind[j], value[j], closed, zero
                     )
                     if valid:
                         x = _load_each(inputs, o, i, t, zero)
-                        a, b = _coefficients(algorithm, x, v_next, cut, _load_factors(factors, o, i, t, one))
-                        scanned = a if cut or b == 0 else a + b * state[j]
+                        f = _load_factors(factors, o, i, t, one)
+                        a, b = _coefficients(algorithm, x, v_next, cut, f)
+                        state_next = state[j]
+                        scanned = a if cut or b == 0 else a + b * state_next
+                        ahead = (v_next, v_follow, cut, state_next, target[j])
+                        target[j] = _target(algorithm, x, v_next, cut, state_next, f)
                         state[j] = scanned
-                        _store_each(outputs, o, i, t, _outputs(algorithm, x, scanned))
+                        _store_each(outputs, o, i, t, _outputs(algorithm, x, scanned, ahead, f))
                     else:
                         if reset:
                             state[j] = _beyond(algorithm, reset_value, zero)
+                            target[j] = reset_value
                         _store_zeros(outputs, o, i, t, zero)
             for j in range(width):
-                final[0][_index(final, o, first + j, 0)] = state[j]
+                final[0][0][_index(final[0], o, first + j, 0)] = state[j]
+                final[1][0][_index(final[1], o, first + j, 0)] = target[j]
 
 
 def _scan(
@@ -401,9 +494,13 @@ def _constant(x: float, dtype: Any, n_outer: int) -> tuple:
     return np.array([x], dtype), _origins(n_outer), 0, 0
 
 
-def _widened(x: torch.Tensor | None) -> torch.Tensor | None:
+def _widened(source: Any) -> Any:
     """16-bit floats as float32: numba has no arithmetic for them."""
-    return x.float() if x is not None and x.dtype in (torch.float16, torch.bfloat16) else x
+    if isinstance(source, torch.Tensor):
+        return source.float() if source.dtype in (torch.float16, torch.bfloat16) else source
+    if isinstance(source, (Expectation, Taken)):
+        return type(source)(*map(_widened, source))
+    return source
 
 
 def _unified(boundary: Any, time_dim: int) -> Any:
@@ -418,61 +515,63 @@ def _unified(boundary: Any, time_dim: int) -> Any:
     return boundary
 
 
-def _completed(boundary: Any, number: Any, n_outer: int) -> Any:
+def _completed(boundary: Any, zero: Any, never: Any, always: Any) -> Any:
     """Operands for what is absent: no edge value, no values; and where a truncated or an invalid step can be, both."""
-    if not isinstance(boundary, boundaries.Successors):
-        return boundary._replace(last_values=_constant(0.0, number, n_outer))
-    zero: Any = _constant(0.0, number, n_outer)
-    boundary = boundary._replace(last_values=boundary.last_values or zero, values=boundary.values or zero)
-    if boundary.truncated or boundary.valid:
-        return boundary._replace(
-            truncated=boundary.truncated or _constant(0, np.uint8, n_outer),
-            bootstrap_values=boundary.bootstrap_values or zero,
-            valid=boundary.valid or _constant(1, np.uint8, n_outer),
-        )
+    boundary = boundary._replace(last_values=boundary.last_values or zero)
+    if isinstance(boundary, boundaries.Successors):
+        boundary = boundary._replace(values=boundary.values or zero)
+        if boundary.truncated or boundary.valid:
+            boundary = boundary._replace(
+                truncated=boundary.truncated or never,
+                bootstrap_values=boundary.bootstrap_values or zero,
+                valid=boundary.valid or always,
+            )
     return boundary
 
 
 def run(problem: Problem) -> None:
     """Run the scan on the calling thread. Fills `problem.outputs` and `problem.final`."""
     algorithm, number = problem.algorithm, _NUMPY[problem.dtype]
-    factor_tensors = tuple(f if isinstance(f, torch.Tensor) else None for f in problem.factors)
     boundary = _unified(problem.boundary, problem.time_dim)
-    given = (problem.inputs, factor_tensors, tuple(boundary), (problem.initial,))
-    read = tuple(tuple(map(_widened, group)) for group in given)
     narrow = problem.outputs[0].dtype in (torch.float16, torch.bfloat16)
     written = tuple(torch.empty_like(y, dtype=torch.float32) for y in problem.outputs) if narrow else problem.outputs
-    groups = (*read, written, (problem.final,))
-    layout = collapse(problem.shape, problem.time_dim, tuple(x for group in groups for x in group))
-
-    def argument(operand: Operand | None) -> Any:
-        if operand is None:
-            return None
-        starts = _row_starts(layout.sizes, operand.row_strides)
-        return _elements(operand.tensor), starts, operand.row_strides[0], operand.time_stride
-
-    operands = iter(layout.operands)
-    inputs, factors, flags, (initial,), outputs, (final,) = (
-        tuple(argument(next(operands)) for _ in group) for group in groups
-    )
+    given = (problem.inputs, problem.factors, tuple(boundary), problem.initial)
+    groups = (*(tuple(map(_widened, group)) for group in given), written, problem.final)
+    layout = describe(problem.shape, problem.time_dim, groups)
     n_inner = layout.sizes[0]
     n_outer = layout.n_rows // n_inner
+
+    def argument(source: Any) -> Any:
+        if source is None:
+            return None
+        if isinstance(source, Operand):
+            starts = _row_starts(layout.sizes, source.row_strides)
+            return _elements(source.tensor), starts, source.row_strides[0], source.time_stride
+        first, second = map(argument, source)
+        if isinstance(source, Taken):
+            return (*first, source.table.action_stride, second)
+        n_actions = source.values.tensor.shape[-1]
+        return (*first, source.values.action_stride, (*second, source.probs.action_stride), n_actions)
+
+    inputs, factors, flags, initial, outputs, final = (tuple(map(argument, group)) for group in layout.groups)
     factors = tuple(
         _constant(f, number, n_outer) if isinstance(f, float) else operand
         for operand, f in zip(factors, problem.factors, strict=True)
     )
-    _, _, row_stride, time_stride = inputs[0]
+    zero = _constant(0.0, number, n_outer)
+    scratch = np.empty(1, number), _origins(n_outer), 0, 0
+    row_stride, time_stride = layout.groups[4][0].row_strides[0], layout.groups[4][0].time_stride
     _scan(
         _tag_of(algorithm),
         algorithm.reverse,
-        initial is None,
-        0 if getattr(problem.boundary, "last_done", None) is None else 1,
+        problem.initial[0] is None,
+        int(problem.boundary.start),
         inputs,
         factors,
-        _completed(type(boundary)(*flags), number, n_outer),
-        initial or _constant(0.0, number, n_outer),
+        _completed(type(boundary)(*flags), zero, _constant(0, np.uint8, n_outer), _constant(1, np.uint8, n_outer)),
+        tuple(x or zero for x in initial),
         outputs,
-        final or (np.empty(1, number), _origins(n_outer), 0, 0),
+        tuple(x or scratch for x in final),
         number(0),
         number(1),
         (n_outer, n_inner, layout.n_steps),

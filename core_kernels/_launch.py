@@ -8,12 +8,13 @@ import struct
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rl_triton import _scan, boundaries
-from rl_triton._algorithm import Problem
-from rl_triton._layout import Operand, collapse
+from rl_triton._algorithm import Expectation, Problem, Taken
+from rl_triton._layout import Operand, describe
 from rl_triton._triton import interpreted, tl, triton
 
 
@@ -82,43 +83,66 @@ def _float_parts(x: float) -> tuple[float, float, float]:
     return high, middle, nearest(x - high - middle)
 
 
-def _argument(operand: Operand | None):
-    return None if operand is None else (operand.tensor, operand.time_stride, operand.row_strides)
+def _argument(source: Any) -> Any:
+    """An operand as the kernel unpacks it. The 1 at the end of the longer ones is a constant to Triton, and 3.6 forgets
+    the constants in a tuple's inner tuples unless one of its own follows them."""
+    if source is None:
+        return None
+    if isinstance(source, Operand):
+        return source.tensor, source.time_stride, source.row_strides
+    first, second = map(_argument, source)
+    if isinstance(source, Taken):
+        return (*first, source.table.action_stride, second, 1)
+    n_actions = source.values.tensor.shape[-1]
+    return (*first, source.values.action_stride, second, source.probs.action_stride, n_actions, 1)
+
+
+def _kind(source: Any) -> str:
+    return "taken" if isinstance(source, Taken) else "expectation" if isinstance(source, Expectation) else "plain"
 
 
 def run(problem: Problem) -> None:
     """Launch the scan on the current stream of the tensors' device. Fills `problem.outputs` and `problem.final`."""
-    algorithm = problem.algorithm
-    factor_tensors = tuple(f if isinstance(f, torch.Tensor) else None for f in problem.factors)
-    groups = (problem.inputs, factor_tensors, tuple(problem.boundary), (problem.initial,), problem.outputs,
-              (problem.final,))  # fmt: skip
-    layout = collapse(problem.shape, problem.time_dim, tuple(x for group in groups for x in group))
-    operands = iter(layout.operands)
-    inputs, factors, boundary, (initial,), outputs, (final,) = (
-        tuple(_argument(next(operands)) for _ in group) for group in groups
+    algorithm, bounds = problem.algorithm, problem.boundary
+    layout = describe(
+        problem.shape,
+        problem.time_dim,
+        (problem.inputs, problem.factors, tuple(bounds), problem.initial, problem.outputs, problem.final),
     )
-    factor_arguments = tuple(
+    inputs, factors, boundary, initial, outputs, final = (tuple(map(_argument, group)) for group in layout.groups)
+    factors = tuple(
         (operand, _float_parts(f) if isinstance(f, float) else None)
         for operand, f in zip(factors, problem.factors, strict=True)
     )
-    _, first_time_stride, first_row_strides = inputs[0]
+    first = layout.groups[4][0]
     config = _forced.get() or choose(
-        layout.n_rows, layout.n_steps, rows_adjacent=first_row_strides[0] == 1 and first_time_stride != 1
+        layout.n_rows, layout.n_steps, rows_adjacent=first.row_strides[0] == 1 and first.time_stride != 1
     )
-    # Triton 3.6 forgets the constants in a tuple's inner tuples unless a constant of its own, such as None, follows them.
-    boundary = (*boundary, None)
-    arguments = (inputs, factor_arguments, boundary, initial, outputs, final, layout.sizes, layout.n_rows,
-                 layout.n_steps)  # fmt: skip
     grid = (triton.cdiv(layout.n_rows, config.rows),)
     device = problem.outputs[0].device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         _scan.scan_kernel[grid](
-            *arguments,
+            inputs,
+            factors,
+            (*boundary, None),  # a constant at the end, for the same reason as in `_argument`
+            initial,
+            outputs,
+            final,
+            layout.sizes,
+            layout.n_rows,
+            layout.n_steps,
             COEFFICIENTS=algorithm.coefficients.kernel,
+            TARGET=None if algorithm.target is None else algorithm.target.kernel,
             OUTPUTS=algorithm.outputs.kernel,
             BEYOND=algorithm.beyond.kernel,
-            BOUNDARY=_BOUNDARY_KERNELS[type(problem.boundary)],
+            BOUNDARY=_BOUNDARY_KERNELS[type(bounds)],
+            VARIANT=algorithm.variant,
+            LOOKAHEAD=algorithm.lookahead,
             REVERSE=algorithm.reverse,
+            HAS_GAPS=bounds.valid is not None,
+            START=bounds.start,
+            INPUT_KINDS=tuple(map(_kind, problem.inputs)),
+            NEXT_KIND=_kind(getattr(bounds, "next_values", None)),
             N_INPUTS=len(inputs),
             N_FACTORS=len(factors),
             N_OUTPUTS=len(outputs),
@@ -138,6 +162,7 @@ def interpreting() -> bool:
 
 
 _BOUNDARY_KERNELS = {
+    boundaries.Resets: boundaries.resets,
     boundaries.Successors: boundaries.successors,
     boundaries.Unbounded: boundaries.unbounded,
 }

@@ -6,9 +6,12 @@ another in memory in *every* tensor are merged, so that an ordinary [N, T] or [T
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
+
+from rl_triton._algorithm import Expectation, Taken
 
 
 class Operand(NamedTuple):
@@ -17,6 +20,8 @@ class Operand(NamedTuple):
     """In elements; 0 for a tensor that has one entry per row."""
     row_strides: tuple[int, ...]
     """In elements, innermost axis first."""
+    action_stride: int
+    """In elements; 0 for a tensor without an action axis."""
 
 
 class Layout(NamedTuple):
@@ -24,23 +29,41 @@ class Layout(NamedTuple):
     """Lengths of the merged batch axes, innermost first; never empty."""
     n_rows: int
     n_steps: int
-    operands: tuple[Operand | None, ...]
+    groups: tuple[tuple[Any, ...], ...]
+    """What was given, with an `Operand` in place of each tensor."""
 
 
-def collapse(shape: torch.Size, time_dim: int, tensors: tuple[torch.Tensor | None, ...]) -> Layout:
-    """Describe `tensors`, each of `shape` or of `shape` without its time axis, by as few batch axes as they allow."""
-    batch_axes = [d for d in range(len(shape)) if d != time_dim and shape[d] != 1]
-    present = [x for x in tensors if x is not None]
-    strides = []
-    for x in present:
+def _each_tensor(source: Any, visit: Callable[[torch.Tensor], Any]) -> Any:
+    """`visit` every tensor of a source and keep its structure."""
+    if isinstance(source, torch.Tensor):
+        return visit(source)
+    if isinstance(source, (Expectation, Taken)):
+        return type(source)(*(visit(x) for x in source))
+    return None
+
+
+def describe(shape: torch.Size, time_dim: int, groups: Iterable[tuple[Any, ...]]) -> Layout:
+    """Describe the tensors in `groups` (of `shape`, of `shape` without its time axis, or with an action axis appended)
+    by as few batch axes as they allow. Whatever is no tensor becomes None."""
+    groups = tuple(groups)
+    n_axes = len(shape)
+    strides: list[tuple[int, ...]] = []
+
+    def note(x: torch.Tensor) -> None:
         stride = x.stride()
-        if x.dim() < len(shape):
+        if len(stride) < n_axes:
             stride = (*stride[:time_dim], 0, *stride[time_dim:])
         strides.append(stride)
 
+    for group in groups:
+        for source in group:
+            _each_tensor(source, note)
+
     sizes: list[int] = []
     columns: list[tuple[int, ...]] = []  # per merged axis, the stride of each tensor
-    for d in reversed(batch_axes):
+    for d in range(n_axes - 1, -1, -1):
+        if d == time_dim or shape[d] == 1:
+            continue
         column = tuple(stride[d] for stride in strides)
         if sizes and all(outer == inner * sizes[-1] for outer, inner in zip(column, columns[-1], strict=True)):
             sizes[-1] *= shape[d]
@@ -49,14 +72,16 @@ def collapse(shape: torch.Size, time_dim: int, tensors: tuple[torch.Tensor | Non
             columns.append(column)
     if not sizes:
         sizes.append(1)
-        columns.append((0,) * len(present))
-
-    described = iter(
-        Operand(x, stride[time_dim], row_strides)
-        for x, stride, row_strides in zip(present, strides, zip(*columns, strict=True), strict=True)
-    )
+        columns.append((0,) * len(strides))
     n_rows = 1
     for size in sizes:
         n_rows *= size
-    operands = tuple(None if x is None else next(described) for x in tensors)
+
+    described = iter(zip(strides, zip(*columns, strict=True), strict=True))
+
+    def operand(x: torch.Tensor) -> Operand:
+        stride, row_strides = next(described)
+        return Operand(x, stride[time_dim], row_strides, stride[n_axes] if len(stride) > n_axes else 0)
+
+    operands = tuple(tuple(_each_tensor(source, operand) for source in group) for group in groups)
     return Layout(tuple(sizes), n_rows, shape[time_dim], operands)

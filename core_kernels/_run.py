@@ -1,4 +1,4 @@
-"""The path that every public function shares: dtypes, outputs, widening of 16-bit tensors on the CPU, the call."""
+"""The path that every public function shares: dtypes, outputs, the carried state, the call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_triton import _backend, _checks
-from rl_triton._algorithm import Algorithm, Problem
+from rl_triton._algorithm import Algorithm, Expectation, Problem
 
 # Boundary tensors that hold values, and so take part in the promotion of dtypes.
 _VALUED = ("last_values", "bootstrap_values", "next_values")
@@ -18,41 +18,46 @@ def estimate(
     algorithm: Algorithm,
     time_dim: int,
     *,
-    inputs: Mapping[str, torch.Tensor],
+    like: torch.Tensor,
+    inputs: Mapping[str, Any],
     factors: Mapping[str, float | torch.Tensor | None],
     boundary: Any,
-    carry: Any,
+    carry: tuple[torch.Tensor | None, torch.Tensor | None],
     carry_name: str = "carry",
     return_carry: bool = False,
     out: Any = None,
-    result: Callable[..., Any] | None = None,
-    promoting: Iterable[Any] = (),
-) -> Any:
-    """Run a scan whose inputs, factors and boundary are checked: `result(*tensors)`, or the one tensor, and with
-    `return_carry` the pair of that and the scanned state at the window's far edge."""
+    names: tuple[str, ...] = ("out",),
+    promoting: Iterable[torch.Tensor | None] = (),
+    also_read: Mapping[str, torch.Tensor | None] | None = None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """Run a scan whose arguments are checked one by one; what concerns them together is checked here.
+
+    like: the first per-step tensor, whose shape the results have; its name is the first of `inputs`. promoting: the
+    tensors that decide the dtype of the results, beside the values in `boundary`. also_read: tensors that `inputs` and
+    `boundary` hold inside an `Expectation` or a `Taken`, by the names that users know them by. names: the results.
+
+    Returns the results, and the scanned state and target at the window's far edge if `return_carry`.
+    """
     op = algorithm.name
-    first_name, first = next(iter(inputs.items()))
-    if carry is not None:
-        _checks.per_row(op, carry_name, _checks.real(op, carry_name, carry), first_name, first, time_dim)
-    read = {**inputs, **boundary._asdict(), **factors, carry_name: carry}
+    read = {**inputs, **boundary._asdict(), **factors, **(also_read or {})}
+    read |= {f"{carry_name}[{i}]" if carry[1] is not None else carry_name: x for i, x in enumerate(carry)}
     device = _checks.same_device(op, read.items())
     valued = (getattr(boundary, name, None) for name in _VALUED)
-    dtype = _checks.result_dtype((*inputs.values(), *valued, *(x for x in promoting if isinstance(x, torch.Tensor))))
-    names = getattr(result, "_fields", ("out",))
-    outputs = _checks.outputs(op, out, names, first, dtype, read.items())
+    valued = (x.values if isinstance(x, Expectation) else x for x in valued)
+    dtype = _checks.result_dtype((*promoting, *valued))
+    outputs = _checks.outputs(op, out, names, like, dtype, read.items())
 
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    rows = (*first.shape[:time_dim], *first.shape[time_dim + 1 :])
-    final = torch.empty(rows, dtype=arithmetic, device=device) if return_carry else None
-    if first.numel() == 0:
-        if final is not None:  # no steps: what is scanned in comes out
-            edge = boundary.last_values if boundary.last_values is not None else torch.zeros_like(final)
-            final.copy_(carry if carry is not None else algorithm.beyond.scalar(edge, torch.zeros_like(final)))
-    else:
+    final: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if return_carry:
+        rows = (*like.shape[:time_dim], *like.shape[time_dim + 1 :])
+        state = torch.empty(rows, dtype=arithmetic, device=device)
+        final = (state, torch.empty_like(state) if algorithm.target is not None else None)
+    if like.numel():
         _backend.run(
             Problem(
                 algorithm,
-                first.shape,
+                like.shape,
                 time_dim,
                 tuple(inputs.values()),
                 tuple(factors.values()),
@@ -63,5 +68,28 @@ def estimate(
                 arithmetic,
             )
         )
-    value = outputs[0] if result is None else result(*outputs)
-    return (value, final) if return_carry else value
+    else:  # no steps: what is scanned in comes out
+        _pass_on(algorithm, boundary, carry, final)
+    return outputs, final
+
+
+def _pass_on(algorithm: Algorithm, boundary: Any, carry: Any, final: Any) -> None:
+    state, target = final
+    if state is not None:
+        zero = torch.zeros_like(state)
+        edge = zero if boundary.last_values is None else boundary.last_values
+        state.copy_(algorithm.beyond.scalar(edge, zero) if carry[0] is None else carry[0])
+    if target is not None:
+        target.zero_() if carry[1] is None else target.copy_(carry[1])
+
+
+def check_carry(op: str, name: str, carry: Any, like_name: str, like: torch.Tensor, time_dim: int) -> Any:
+    """A state scanned in, one entry per row, or None."""
+    if carry is not None:
+        _checks.per_row(op, name, _checks.real(op, name, carry), like_name, like, time_dim)
+    return carry
+
+
+def packed(result: Callable[..., Any], outputs: tuple[torch.Tensor, ...], final: Any, return_carry: bool) -> Any:
+    """`result(*outputs)`, with the carry behind it if asked for."""
+    return (result(*outputs), final) if return_carry else result(*outputs)

@@ -45,9 +45,14 @@ def scaled(factor, x):
 
 
 @jit
-def row_offset(operand, sizes, rows, DIMS: tl.constexpr):
-    """[R, 1] element offsets of `rows` in an operand."""
-    strides = operand[2]
+def clipped(x, bar):
+    """min(x, bar), but NaN stays visible."""
+    return tl.where(x > bar, bar, x)
+
+
+@jit
+def row_offset(strides, sizes, rows, DIMS: tl.constexpr):
+    """[R, 1] element offsets of `rows`."""
     offset = rows * 0
     rest = rows
     for d in tl.static_range(DIMS):
@@ -60,27 +65,47 @@ def row_offset(operand, sizes, rows, DIMS: tl.constexpr):
 
 
 @jit
-def load_raw(operand, sizes, rows, t, mask, DIMS: tl.constexpr):
-    return tl.load(operand[0] + (row_offset(operand, sizes, rows, DIMS) + t * operand[1]), mask=mask, other=0)
-
-
-@jit
-def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr):
-    """[R, K] elements at (rows, t) in the arithmetic dtype; 0 where the mask is off."""
-    return load_raw(operand, sizes, rows, t, mask, DIMS).to(DTYPE)
+def address(operand, sizes, rows, t, DIMS: tl.constexpr):
+    """[R, K] pointers to the elements at (rows, t)."""
+    return operand[0] + (row_offset(operand[2], sizes, rows, DIMS) + t * operand[1])
 
 
 @jit
 def load_flag(operand, sizes, rows, t, mask, DIMS: tl.constexpr):
     """[R, K] booleans: nonzero, in whatever dtype the flags are stored."""
-    return load_raw(operand, sizes, rows, t, mask, DIMS) != 0
+    return tl.load(address(operand, sizes, rows, t, DIMS), mask=mask, other=0) != 0
+
+
+@jit
+def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr = "plain"):
+    """[R, K] elements at (rows, t) in the arithmetic dtype; 0 where the mask is off.
+
+    KIND "taken" picks one entry of the operand's action axis, "expectation" sums over it; neither holds more than a
+    tile at a time.
+    """
+    pointers = address(operand, sizes, rows, t, DIMS)
+    if KIND == "plain":
+        loaded = tl.load(pointers, mask=mask, other=0).to(DTYPE)
+    elif KIND == "taken":
+        table, time_stride, row_strides, action_stride, actions, _ = operand
+        action = tl.load(address(actions, sizes, rows, t, DIMS), mask=mask, other=0).to(tl.int64)
+        loaded = tl.load(pointers + action * action_stride, mask=mask, other=0).to(DTYPE)
+    else:
+        values, time_stride, row_strides, action_stride, probs, probs_action_stride, n_actions, _ = operand
+        probs_pointers = address(probs, sizes, rows, t, DIMS)
+        loaded = tl.where(mask, 0.0, 0.0).to(DTYPE)
+        for action in range(n_actions):
+            p = tl.load(probs_pointers + action * probs_action_stride, mask=mask, other=0).to(DTYPE)
+            q = tl.load(pointers + action * action_stride, mask=mask, other=0).to(DTYPE)
+            loaded += scaled(p, q)
+    return loaded
 
 
 @jit
 def load_row(operand, sizes, rows, row_mask, DIMS: tl.constexpr, DTYPE: tl.constexpr):
     """[R, 1] elements of a per-row operand; 0 where it is absent."""
     if operand is not None:
-        value = tl.load(operand[0] + row_offset(operand, sizes, rows, DIMS), mask=row_mask, other=0).to(DTYPE)
+        value = tl.load(address(operand, sizes, rows, 0, DIMS), mask=row_mask, other=0).to(DTYPE)
     else:
         value = tl.where(row_mask, 0.0, 0.0).to(DTYPE)
     return value
@@ -115,6 +140,20 @@ def pick(tile, chosen):
 
 
 @jit
+def following(tile, beyond, column, TIME: tl.constexpr):
+    """[R, K]: each column's neighbour one step later; `beyond` for the last."""
+    last = column == TIME - 1
+    neighbour = tl.broadcast_to(tl.where(last, column, column + 1), tile.shape)
+    return tl.where(last, beyond, tl.gather(tile, neighbour, 1))
+
+
+@jit
+def _later(known_first, x_first, known_then, x_then):
+    """A row that has no x of its own passes on that of the row after it."""
+    return known_first | known_then, tl.where(known_then != 0, x_then, x_first)
+
+
+@jit
 def scan_kernel(
     inputs,
     factors,
@@ -126,10 +165,17 @@ def scan_kernel(
     n_rows,
     T,
     COEFFICIENTS: tl.constexpr,
+    TARGET: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BEYOND: tl.constexpr,
     BOUNDARY: tl.constexpr,
+    VARIANT: tl.constexpr,
+    LOOKAHEAD: tl.constexpr,
     REVERSE: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
+    START: tl.constexpr,
+    INPUT_KINDS: tl.constexpr,
+    NEXT_KIND: tl.constexpr,
     N_INPUTS: tl.constexpr,
     N_FACTORS: tl.constexpr,
     N_OUTPUTS: tl.constexpr,
@@ -145,11 +191,12 @@ def scan_kernel(
 
     # What a step sees beyond the window: the state, and (for `BOUNDARY`) the value and kind of the edge.
     edge_value = load_row(boundary[0], sizes, rows, row_mask, DIMS, DTYPE)
-    CLOSED: tl.constexpr = initial is None
-    if not CLOSED:
-        state_beyond = load_row(initial, sizes, rows, row_mask, DIMS, DTYPE)
-    else:
+    CLOSED: tl.constexpr = initial[0] is None
+    if CLOSED:
         state_beyond = BEYOND(edge_value)
+    else:
+        state_beyond = load_row(initial[0], sizes, rows, row_mask, DIMS, DTYPE)
+    target_beyond = load_row(initial[1], sizes, rows, row_mask, DIMS, DTYPE)
     kind_beyond = tl.where(row_mask, 0, 0)
     value_beyond = edge_value
 
@@ -162,7 +209,7 @@ def scan_kernel(
         t = column + tile.to(tl.int64) * TIME
         mask = row_mask & (t < T)
 
-        valid, cut, v_next, reset, reset_value, kind_beyond, value_beyond = BOUNDARY(
+        valid, cut, v_next, v_follow, reset, reset_value, kind_beyond, value_beyond = BOUNDARY(
             boundary,
             kind_beyond,
             value_beyond,
@@ -175,16 +222,18 @@ def scan_kernel(
             T,
             CLOSED,
             REVERSE,
+            START,
+            NEXT_KIND,
             DIMS,
             DTYPE,
         )
         step_mask = mask & valid
         x = ()
         for i in tl.static_range(N_INPUTS):
-            x = x + (load(inputs[i], sizes, rows, t, step_mask, DIMS, DTYPE),)
+            x = x + (load(inputs[i], sizes, rows, t, step_mask, DIMS, DTYPE, INPUT_KINDS[i]),)
         f = load_factors(factors, sizes, rows, t, step_mask, N_FACTORS, DIMS, DTYPE)
 
-        a, b = COEFFICIENTS(x, v_next, cut, f)
+        a, b = COEFFICIENTS(x, v_next, cut, f, VARIANT)
         b = tl.where(cut, 0.0, b)
         # A row that is no transition passes the state on; one that carries a flag replaces it.
         a = tl.where(step_mask, a, tl.where(reset, BEYOND(reset_value), 0.0))
@@ -192,15 +241,28 @@ def scan_kernel(
         a, b = tl.associative_scan((a, b), 1, compose, reverse=REVERSE)
         state = apply(a, b, state_beyond)
 
-        y = OUTPUTS(x, state)
-        for i in tl.static_range(N_OUTPUTS):
-            target = outputs[i]
-            tl.store(
-                target[0] + (row_offset(target, sizes, rows, DIMS) + t * target[1]),
-                tl.where(valid, y[i], 0.0),
-                mask=mask,
-            )
+        state_next = state
+        target_next = state
+        if LOOKAHEAD >= 1:
+            state_next = following(state, state_beyond, column, TIME)
+        if LOOKAHEAD >= 2:
+            target = TARGET(x, v_next, cut, state_next, f, VARIANT)
+            if HAS_GAPS:
+                known = (step_mask | reset).to(tl.int32)
+                target = tl.where(step_mask, target, reset_value)
+                known, target = tl.associative_scan((known, target), 1, _later, reverse=True)
+                target = tl.where(known != 0, target, target_beyond)
+            else:
+                target = tl.where(step_mask, target, target_beyond)
+            target_next = following(target, target_beyond, column, TIME)
+            target_beyond = pick(target, exit_column)
         state_beyond = pick(state, exit_column)
 
-    if final is not None:
-        tl.store(final[0] + row_offset(final, sizes, rows, DIMS), state_beyond, mask=row_mask)
+        y = OUTPUTS(x, state, (v_next, v_follow, cut, state_next, target_next), f, VARIANT)
+        for i in tl.static_range(N_OUTPUTS):
+            tl.store(address(outputs[i], sizes, rows, t, DIMS), tl.where(valid, y[i], 0.0), mask=mask)
+
+    if final[0] is not None:
+        tl.store(address(final[0], sizes, rows, 0, DIMS), state_beyond, mask=row_mask)
+    if final[1] is not None:
+        tl.store(address(final[1], sizes, rows, 0, DIMS), target_beyond, mask=row_mask)

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_triton import _checks
+from rl_triton._algorithm import Expectation
 from rl_triton._scan import load, load_flag, pick
 from rl_triton._triton import jit, tl
 
@@ -43,18 +44,36 @@ class Successors(NamedTuple):
     """End flags, or start flags where `last_done` is given."""
     truncated: torch.Tensor | None
     bootstrap_values: torch.Tensor | None
-    next_values: torch.Tensor | None
+    next_values: Any
+    """A tensor or an `Expectation`."""
     values: torch.Tensor | None
     """V(s_t), the source of V(s'_t) = values[t+1] where the episode goes on; None where no op reads it."""
     valid: torch.Tensor | None
     last_done: torch.Tensor | None
     """Given: `terminated[t]` says that row t starts an episode, so it ends row t-1; this ends the last row."""
 
+    @property
+    def start(self) -> bool:
+        return self.last_done is not None
+
+
+class Resets(NamedTuple):
+    """Boundaries of a scan that runs forward in time."""
+
+    last_values: None
+    """Nothing lies beyond the edge but `initial`; the slot is where the kernel looks for a value."""
+    done: torch.Tensor
+    valid: torch.Tensor | None
+    start: bool
+    """`done[t]` says that row t starts an episode, not that it ends one."""
+
 
 class Unbounded(NamedTuple):
     """No boundaries: the recurrence as it is written. (The slot is where the kernel looks for the edge's value.)"""
 
     last_values: None = None
+    start: bool = False
+    valid: None = None
 
 
 # Kinds of what follows a row: the window's edge, a valid row, or a flag on a row that is no transition.
@@ -64,10 +83,21 @@ _ENDED = tl.constexpr(2) if tl is not None else 2
 
 
 @jit
-def _flagged(boundary, sizes, rows, row_mask, t, T, DIMS: tl.constexpr, DTYPE: tl.constexpr):
+def _flagged(
+    boundary,
+    sizes,
+    rows,
+    row_mask,
+    t,
+    T,
+    START: tl.constexpr,
+    NEXT_KIND: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """Whether row t carries a flag, and V(s'_t) if so: 0 where terminated, its bootstrap where truncated."""
     last_values, terminated, truncated, bootstrap_values, next_values, values, valid, last_done, _ = boundary
-    if last_done is None:
+    if not START:
         ended = load_flag(terminated, sizes, rows, t, row_mask & (t < T), DIMS)
     else:
         started_after = load_flag(terminated, sizes, rows, t + 1, row_mask & (t + 1 < T), DIMS)
@@ -77,7 +107,7 @@ def _flagged(boundary, sizes, rows, row_mask, t, T, DIMS: tl.constexpr, DTYPE: t
         if bootstrap_values is not None:
             value = load(bootstrap_values, sizes, rows, t, cut_short, DIMS, DTYPE)
         else:
-            value = load(next_values, sizes, rows, t, cut_short, DIMS, DTYPE)
+            value = load(next_values, sizes, rows, t, cut_short, DIMS, DTYPE, NEXT_KIND)
         ended = ended | cut_short
     else:
         value = tl.where(ended, 0.0, 0.0).to(DTYPE)
@@ -105,31 +135,34 @@ def successors(
     T,
     CLOSED: tl.constexpr,
     REVERSE: tl.constexpr,
+    START: tl.constexpr,
+    NEXT_KIND: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """The boundary rules on one tile.
 
-    Returns, as tiles: valid; cut; v_next, the value v' of the successor; reset and reset_value, the invalid rows that
-    carry a flag and what lies beyond them; and, one per row, the kind and value that the tile before will see.
+    Returns, as tiles: valid; cut; v_next, the value v' of the successor; v_follow, V of the next valid row (v_next at
+    the edge); reset and reset_value, the invalid rows that carry a flag and what lies beyond them; and, one per row,
+    the kind and value that the tile before will see.
     CLOSED: nothing is scanned in from beyond the edge, so the edge cuts.
     """
     last_values, terminated, truncated, bootstrap_values, next_values, values, valid_flags, last_done, _ = boundary
-    flagged, flag_value = _flagged(boundary, sizes, rows, row_mask, t, T, DIMS, DTYPE)
+    flagged, flag_value = _flagged(boundary, sizes, rows, row_mask, t, T, START, NEXT_KIND, DIMS, DTYPE)
     inside = row_mask & (t + 1 < T)
 
     if valid_flags is None:
         valid = mask
         at_edge = t == T - 1
-        v_open = tl.where(at_edge, value_beyond, 0.0)
+        v_follow = tl.where(at_edge & mask, value_beyond, 0.0)
         if values is not None:
-            v_open = tl.where(at_edge, value_beyond, load(values, sizes, rows, t + 1, inside, DIMS, DTYPE))
+            v_follow = tl.where(at_edge, value_beyond, load(values, sizes, rows, t + 1, inside, DIMS, DTYPE))
         cut = flagged
         reset = flagged & (t < 0)
     else:
         valid = load_flag(valid_flags, sizes, rows, t, mask, DIMS)
         valid_after = load_flag(valid_flags, sizes, rows, t + 1, inside, DIMS)
-        flagged_after, value_after = _flagged(boundary, sizes, rows, row_mask, t + 1, T, DIMS, DTYPE)
+        flagged_after, value_after = _flagged(boundary, sizes, rows, row_mask, t + 1, T, START, NEXT_KIND, DIMS, DTYPE)
         kind = tl.where(valid_after, _VALID, tl.where(flagged_after, _ENDED, _EDGE))
         if values is not None:
             v_after = load(values, sizes, rows, t + 1, inside & valid_after, DIMS, DTYPE)
@@ -140,16 +173,54 @@ def successors(
         kind_beyond = pick(kind, exit_column)
         value_beyond = pick(value, exit_column)
         at_edge = kind == _EDGE
-        v_open = value
+        v_follow = value
         cut = flagged | (kind == _ENDED)
         reset = flagged & mask & (valid == 0)
 
+    v_open = v_follow
     if next_values is not None:
-        v_open = tl.where(cut, v_open, load(next_values, sizes, rows, t, mask & (cut == 0), DIMS, DTYPE))
+        v_open = tl.where(cut, v_open, load(next_values, sizes, rows, t, mask & (cut == 0), DIMS, DTYPE, NEXT_KIND))
+        v_follow = tl.where(at_edge, v_open, v_follow)
     v_next = tl.where(flagged, flag_value, v_open)
     if CLOSED:
         cut = cut | at_edge
-    return valid, cut, v_next, reset, flag_value, kind_beyond, value_beyond
+    return valid, cut, v_next, v_follow, reset, flag_value, kind_beyond, value_beyond
+
+
+@jit
+def resets(
+    boundary,
+    kind_beyond,
+    value_beyond,
+    sizes,
+    rows,
+    row_mask,
+    t,
+    mask,
+    exit_column,
+    T,
+    CLOSED: tl.constexpr,
+    REVERSE: tl.constexpr,
+    START: tl.constexpr,
+    NEXT_KIND: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The boundary rules of a scan that runs forward: a flag resets the state before the step after it ("end" flags)
+    or before its own step ("start" flags), on rows that are no transition too."""
+    last_values, done, valid_flags, start, _ = boundary
+    if START:
+        cut = load_flag(done, sizes, rows, t, mask, DIMS)
+    else:
+        cut = load_flag(done, sizes, rows, t - 1, mask & (t > 0), DIMS)
+    if valid_flags is None:
+        valid = mask
+        reset = mask & (t < 0)
+    else:
+        valid = load_flag(valid_flags, sizes, rows, t, mask, DIMS)
+        reset = cut & mask & (valid == 0)
+    nothing = tl.where(mask, 0.0, 0.0).to(DTYPE)
+    return valid, cut, nothing, nothing, reset, nothing, kind_beyond, value_beyond
 
 
 @jit
@@ -166,6 +237,8 @@ def unbounded(
     T,
     CLOSED: tl.constexpr,
     REVERSE: tl.constexpr,
+    START: tl.constexpr,
+    NEXT_KIND: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -178,7 +251,14 @@ def unbounded(
             cut = mask & (t == T - 1)
         else:
             cut = mask & (t == 0)
-    return mask, cut, nothing, never, nothing, kind_beyond, value_beyond
+    return mask, cut, nothing, nothing, never, nothing, kind_beyond, value_beyond
+
+
+def starts(op: str, flags_at: Any) -> bool:
+    """Whether flags mark the step that starts an episode, not the one that ends it."""
+    if flags_at not in ("end", "start"):
+        raise ValueError(f"{op}: flags_at must be 'end' or 'start', got {flags_at!r}")
+    return flags_at == "start"
 
 
 def check_successors(
@@ -197,9 +277,7 @@ def check_successors(
     last_done: Any,
 ) -> Successors:
     """Validate the boundary arguments of a backward op. Raises ValueError or TypeError; reads no device data."""
-    if flags_at not in ("end", "start"):
-        raise ValueError(f"{op}: flags_at must be 'end' or 'start', got {flags_at!r}")
-    if flags_at == "start":
+    if starts(op, flags_at):
         if truncated is not None or bootstrap_values is not None:
             given = "truncated" if truncated is not None else "bootstrap_values"
             raise ValueError(
@@ -250,7 +328,9 @@ def check_successors(
         terminated=terminated,
         truncated=per_step("truncated", truncated, _checks.flags),
         bootstrap_values=per_step("bootstrap_values", bootstrap_values, _checks.real),
-        next_values=per_step("next_values", next_values, _checks.real),
+        next_values=next_values
+        if isinstance(next_values, Expectation)
+        else per_step("next_values", next_values, _checks.real),
         values=values,
         valid=per_step("valid", valid, _checks.flags),
         last_done=per_row("last_done", last_done, _checks.flags),

@@ -11,7 +11,7 @@ from rl_triton.boundaries import Unbounded
 
 
 @jit
-def _coefficients(x, v_next, cut, factors):
+def _coefficients(x, v_next, cut, factors, VARIANT: tl.constexpr):
     return x[0], factors[0]
 
 
@@ -20,11 +20,11 @@ def _coefficients_scalar(x, v_next, cut, factors):
 
 
 @jit
-def _outputs(x, state):
+def _outputs(x, state, ahead, factors, VARIANT: tl.constexpr):
     return (state,)
 
 
-def _outputs_scalar(x, state):
+def _outputs_scalar(x, state, ahead, factors):
     return (state,)
 
 
@@ -82,14 +82,17 @@ def affine_scan(
     op = "affine_scan"
     _checks.real(op, "alpha", alpha)
     axis = _checks.time_axis(op, "alpha", alpha, time_dim)
-    return _run.estimate(
+    beta = _checks.factor(op, "beta", beta, "alpha", alpha)
+    outputs, _ = _run.estimate(
         _BACKWARD if reverse else _FORWARD,
         axis,
+        like=alpha,
         inputs={"alpha": alpha},
-        factors={"beta": _checks.factor(op, "beta", beta, "alpha", alpha)},
+        factors={"beta": beta},
         boundary=Unbounded(),
-        carry=initial,
+        carry=(_run.check_carry(op, "initial", initial, "alpha", alpha, axis), None),
         carry_name="initial",
         out=out,
-        promoting=(beta, initial),
+        promoting=(alpha, beta if isinstance(beta, torch.Tensor) else None, initial),
     )
+    return outputs[0]

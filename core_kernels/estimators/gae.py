@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_triton import _checks, _run
+from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Forms
 from rl_triton._scan import scaled
 from rl_triton._triton import jit, tl
@@ -14,7 +14,7 @@ from rl_triton.boundaries import check_successors
 
 
 @jit
-def _coefficients(x, v_next, cut, factors):
+def _coefficients(x, v_next, cut, factors, VARIANT: tl.constexpr):
     reward, value = x
     gamma, lambda_, decay = factors
     return (reward + scaled(gamma, v_next)) - value, decay
@@ -24,16 +24,15 @@ def _coefficients_scalar(x, v_next, cut, factors):
     # SB3's order of operations, so that float32 results have its bits.
     reward, value = x
     gamma, _, decay = factors
-    discounted = gamma * v_next if gamma != 0 else gamma
-    return (reward + discounted) - value, decay
+    return (reward + _scalar.scaled(gamma, v_next)) - value, decay
 
 
 @jit
-def _outputs(x, state):
+def _outputs(x, state, ahead, factors, VARIANT: tl.constexpr):
     return state, state + x[1]
 
 
-def _outputs_scalar(x, state):
+def _outputs_scalar(x, state, ahead, factors):
     return state, state + x[1]
 
 
@@ -146,14 +145,17 @@ def gae(
     gamma = _checks.factor(op, "gamma", gamma, "rewards", rewards)
     lambda_ = _checks.factor(op, "lambda_", lambda_, "rewards", rewards)
     decay = gamma * lambda_ if isinstance(gamma, float) and isinstance(lambda_, float) else None
-    return _run.estimate(
+    outputs, (final, _) = _run.estimate(
         _GAE,
         axis,
+        like=rewards,
         inputs={"rewards": rewards, "values": values},
         factors={"gamma": gamma, "lambda_": lambda_, "gamma * lambda_": decay},
         boundary=boundary,
-        carry=carry,
+        carry=(_run.check_carry(op, "carry", carry, "rewards", rewards, axis), None),
         return_carry=return_carry,
         out=out,
-        result=GAE,
+        names=GAE._fields,
+        promoting=(rewards, values),
     )
+    return _run.packed(GAE, outputs, final, return_carry)
