@@ -7,6 +7,8 @@ from rl_triton._backend import backend
 from rl_triton.estimators.affine import affine_scan
 from rl_triton.estimators.discounted import discounted_returns
 from rl_triton.estimators.gae import GAE, gae
+from rl_triton.estimators.n_step import n_step_returns
+from rl_triton.estimators.normalize import normalize_advantages
 from rl_triton.estimators.retrace import Retrace, retrace
 from rl_triton.estimators.td_lambda import td_lambda_returns
 from rl_triton.estimators.traces import eligibility_traces, episodic_cumsum
@@ -25,6 +27,8 @@ __all__ = [
     "eligibility_traces",
     "episodic_cumsum",
     "gae",
+    "n_step_returns",
+    "normalize_advantages",
     "retrace",
     "td_lambda_returns",
     "vtrace",

@@ -58,8 +58,9 @@ class Algorithm:
     @functools.cached_property
     def digest(self) -> str:
         """Identifies the scalar code, so that a compiled loop on disk is never older than its source."""
-        source = Path(inspect.getfile(self.coefficients.scalar)).read_bytes()
-        return hashlib.sha256(source).hexdigest()[:16]
+        forms = (self.coefficients, self.outputs, self.beyond, self.target)
+        files = sorted({inspect.getfile(form.scalar) for form in forms if form is not None})
+        return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]
 
 
 class Expectation(NamedTuple):
@@ -98,3 +99,5 @@ class Problem(NamedTuple):
     """Where the last scanned state and target go, one per row, or None."""
     dtype: torch.dtype
     """Arithmetic: float32, or float64 if the result is."""
+    window: int | None = None
+    """Steps to look ahead, where the problem is the n-step window and no scan."""

@@ -122,8 +122,8 @@ def with_actions(op: str, name: str, x: torch.Tensor, other_name: str, other: to
     if x.dim() != other.dim() + 1 or x.shape[:-1] != other.shape or x.shape[-1] == 0:
         _value_error(
             op,
-            f"{name} has shape {_shape(x.shape)}, but needs that of {other_name}, {_shape(other.shape)}, with an axis of "
-            "at least one action appended",
+            f"{name} has shape {_shape(x.shape)}, but needs that of {other_name}, {_shape(other.shape)}, with an axis "
+            "of at least one action appended",
         )
 
 
@@ -132,8 +132,8 @@ def with_features(op: str, name: str, x: torch.Tensor, other_name: str, other: t
     if x.shape[:-1] != other.shape:
         _value_error(
             op,
-            f"{name} has shape {_shape(x.shape)}, but needs that of {other_name}, {_shape(other.shape)}, with or without "
-            "a feature axis appended",
+            f"{name} has shape {_shape(x.shape)}, but needs that of {other_name}, {_shape(other.shape)}, with or "
+            "without a feature axis appended",
         )
 
 

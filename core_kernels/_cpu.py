@@ -41,13 +41,13 @@ class _AlgorithmType(types.Opaque):
         super().__init__(name=f"rl_triton.Algorithm({name}, {digest}, {_DIGEST})")
 
 
-def _compiled(function: FunctionType) -> Any:
+def _compiled(function: Any) -> Any:
     """The function for numba, and with it the plain functions of this package that it calls."""
     _make_jitable_callees(function)
     return njit(function)
 
 
-def _make_jitable_callees(function: FunctionType) -> None:
+def _make_jitable_callees(function: Any) -> None:
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
     for callee in (*named, *enclosed):
@@ -387,7 +387,28 @@ def _compile_bound(boundary, o, i, t, shift, at_edge, kind, value, closed, zero)
     return without_gaps if _absent(boundary, "valid") else with_gaps
 
 
-# ---------------------------------------------------------------------------------------------------------- the loop
+def _is_valid(boundary, o, i, t):
+    raise NotImplementedError("compiled only")
+
+
+@overload(_is_valid)
+def _compile_is_valid(boundary, o, i, t):
+    if _absent(boundary, "valid"):
+        return lambda boundary, o, i, t: True
+    return lambda boundary, o, i, t: _flag(boundary.valid, o, i, t)
+
+
+def _has_next_values(boundary):
+    raise NotImplementedError("compiled only")
+
+
+@overload(_has_next_values)
+def _compile_has_next_values(boundary):
+    present = not _absent(boundary, "next_values")
+    return lambda boundary: present
+
+
+# --------------------------------------------------------------------------------------------------------- the loops
 
 
 @njit(nogil=True)
@@ -457,10 +478,62 @@ def _scan(
     )
 
 
+@njit(nogil=True)
+def _look_ahead(shift, n, inputs, factors, boundary, outputs, zero, one, sizes):
+    n_outer, n_inner, n_steps = sizes
+    for o in range(n_outer):
+        for i in range(n_inner):
+            edge = _load(boundary.last_values, o, i, 0, zero)
+            for t in range(n_steps):
+                total, discount, v_beyond, count = zero, one, edge, 0
+                if not _is_valid(boundary, o, i, t):
+                    _store_zeros(outputs, o, i, t, zero)
+                    continue
+                for ahead in range(t, n_steps):
+                    at_edge = ahead == n_steps - 1
+                    if _is_valid(boundary, o, i, ahead):
+                        if count == n:
+                            if _has_next_values(boundary):
+                                total += _scalar.scaled(discount, v_beyond)
+                            else:
+                                total += _scalar.scaled(discount, _load(boundary.values, o, i, ahead, zero))
+                            break
+                        total += _scalar.scaled(discount, _load(inputs[0], o, i, ahead, zero))
+                        gamma = _load_factors(factors, o, i, ahead, one)[0]
+                        vanishes = discount * gamma == 0 and gamma != 0  # NaN must reach across an underflow
+                        discount = discount if vanishes else discount * gamma
+                        count += 1
+                        if _has_next_values(boundary):
+                            v_beyond = _load(boundary.next_values, o, i, ahead, zero)
+                    flagged, value = _flagged(boundary, o, i, ahead, shift, at_edge, zero)
+                    if flagged:
+                        total += _scalar.scaled(discount, value)
+                        break
+                    if at_edge:
+                        total += _scalar.scaled(discount, v_beyond)
+                outputs[0][0][_index(outputs[0], o, i, t)] = total
+
+
+def _window(shift, n, inputs, factors, boundary, outputs, zero, one, sizes):
+    _look_ahead(
+        shift,
+        n,
+        _addressed(inputs),
+        _addressed(factors),
+        _addressed(boundary),
+        _addressed(outputs),
+        zero,
+        one,
+        sizes,
+    )
+
+
 try:
     _scan = njit(cache=True, nogil=True)(_scan)
-except RuntimeError:  # numba found no directory to store the loop in: compile it anew in each process
+    _window = njit(cache=True, nogil=True)(_window)
+except RuntimeError:  # numba found no directory to store the loops in: compile them anew in each process
     _scan = njit(nogil=True)(_scan)
+    _window = njit(nogil=True)(_window)
 
 _ROW_BLOCK = 256
 
@@ -560,23 +633,30 @@ def run(problem: Problem) -> None:
     )
     zero = _constant(0.0, number, n_outer)
     scratch = np.empty(1, number), _origins(n_outer), 0, 0
-    row_stride, time_stride = layout.groups[4][0].row_strides[0], layout.groups[4][0].time_stride
-    _scan(
-        _tag_of(algorithm),
-        algorithm.reverse,
-        problem.initial[0] is None,
-        int(problem.boundary.start),
-        inputs,
-        factors,
-        _completed(type(boundary)(*flags), zero, _constant(0, np.uint8, n_outer), _constant(1, np.uint8, n_outer)),
-        tuple(x or zero for x in initial),
-        outputs,
-        tuple(x or scratch for x in final),
-        number(0),
-        number(1),
-        (n_outer, n_inner, layout.n_steps),
-        min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1,
-    )
+    never, always = _constant(0, np.uint8, n_outer), _constant(1, np.uint8, n_outer)
+    boundary = _completed(type(boundary)(*flags), zero, never, always)
+    shift = int(problem.boundary.start)
+    sizes = (n_outer, n_inner, layout.n_steps)
+    if problem.window is not None:
+        _window(shift, problem.window, inputs, factors, boundary, outputs, number(0), number(1), sizes)
+    else:
+        row_stride, time_stride = layout.groups[4][0].row_strides[0], layout.groups[4][0].time_stride
+        _scan(
+            _tag_of(algorithm),
+            algorithm.reverse,
+            problem.initial[0] is None,
+            shift,
+            inputs,
+            factors,
+            boundary,
+            tuple(x or zero for x in initial),
+            outputs,
+            tuple(x or scratch for x in final),
+            number(0),
+            number(1),
+            sizes,
+            min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1,
+        )
     if narrow:
         for y, wide in zip(problem.outputs, written, strict=True):
             y.copy_(wide)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rl_triton import _scan, boundaries
+from rl_triton import _scan, _window, boundaries
 from rl_triton._algorithm import Expectation, Problem, Taken
 from rl_triton._layout import Operand, describe
 from rl_triton._triton import interpreted, tl, triton
@@ -97,8 +97,9 @@ def _argument(source: Any) -> Any:
     return (*first, source.values.action_stride, second, source.probs.action_stride, n_actions, 1)
 
 
-def _kind(source: Any) -> str:
-    return "taken" if isinstance(source, Taken) else "expectation" if isinstance(source, Expectation) else "plain"
+def _kind(source: Any) -> int:
+    kinds: dict[type, Any] = {Taken: _scan.TAKEN, Expectation: _scan.EXPECTATION}
+    return kinds.get(type(source), _scan.PLAIN).value
 
 
 def run(problem: Problem) -> None:
@@ -118,19 +119,33 @@ def run(problem: Problem) -> None:
     config = _forced.get() or choose(
         layout.n_rows, layout.n_steps, rows_adjacent=first.row_strides[0] == 1 and first.time_stride != 1
     )
-    grid = (triton.cdiv(layout.n_rows, config.rows),)
+    boundary = (*boundary, None)  # a constant at the end, for the same reason as in `_argument`
+    extent = (layout.sizes, layout.n_rows, layout.n_steps)
+    constants = {
+        "START": bounds.start,
+        "DIMS": len(layout.sizes),
+        "DTYPE": tl.float64 if problem.dtype == torch.float64 else tl.float32,
+        "ROWS": config.rows,
+        "TIME": config.time,
+        "num_warps": config.num_warps,
+        # Contraction would make the bits depend on the launch configuration and on the Triton version.
+        "enable_fp_fusion": False,
+    }
+    blocks = triton.cdiv(layout.n_rows, config.rows)
     device = problem.outputs[0].device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        _scan.scan_kernel[grid](
+        if problem.window is not None:
+            blocks *= triton.cdiv(layout.n_steps, config.time)
+            _window.window_kernel[(blocks,)](inputs, factors, boundary, outputs, *extent, problem.window, **constants)
+            return
+        _scan.scan_kernel[(blocks,)](
             inputs,
             factors,
-            (*boundary, None),  # a constant at the end, for the same reason as in `_argument`
+            boundary,
             initial,
             outputs,
             final,
-            layout.sizes,
-            layout.n_rows,
-            layout.n_steps,
+            *extent,
             COEFFICIENTS=algorithm.coefficients.kernel,
             TARGET=None if algorithm.target is None else algorithm.target.kernel,
             OUTPUTS=algorithm.outputs.kernel,
@@ -140,19 +155,12 @@ def run(problem: Problem) -> None:
             LOOKAHEAD=algorithm.lookahead,
             REVERSE=algorithm.reverse,
             HAS_GAPS=bounds.valid is not None,
-            START=bounds.start,
             INPUT_KINDS=tuple(map(_kind, problem.inputs)),
             NEXT_KIND=_kind(getattr(bounds, "next_values", None)),
             N_INPUTS=len(inputs),
             N_FACTORS=len(factors),
             N_OUTPUTS=len(outputs),
-            DIMS=len(layout.sizes),
-            DTYPE=tl.float64 if problem.dtype == torch.float64 else tl.float32,
-            ROWS=config.rows,
-            TIME=config.time,
-            num_warps=config.num_warps,
-            # Contraction would make the bits depend on the launch configuration and on the Triton version.
-            enable_fp_fusion=False,
+            **constants,
         )
 
 

@@ -29,6 +29,7 @@ def estimate(
     names: tuple[str, ...] = ("out",),
     promoting: Iterable[torch.Tensor | None] = (),
     also_read: Mapping[str, torch.Tensor | None] | None = None,
+    window: int | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, torch.Tensor | None]]:
     """Run a scan whose arguments are checked one by one; what concerns them together is checked here.
 
@@ -66,6 +67,7 @@ def estimate(
                 outputs,
                 final,
                 arithmetic,
+                window,
             )
         )
     else:  # no steps: what is scanned in comes out

@@ -14,6 +14,11 @@ from __future__ import annotations
 
 from rl_triton._triton import jit, tl
 
+# What an operand is: a tensor, one entry of its action axis, or a sum over it.
+PLAIN = tl.constexpr(0) if tl is not None else 0
+TAKEN = tl.constexpr(1) if tl is not None else 1
+EXPECTATION = tl.constexpr(2) if tl is not None else 2
+
 
 @jit
 def apply(a, b, x):
@@ -22,20 +27,24 @@ def apply(a, b, x):
 
 
 @jit
+def product(b, c):
+    """b c, but 0 only where a factor is: a product that underflows is held at the smallest normal number. So NaN and
+    inf reach all of their own episode, as they do in a plain loop, however long it is."""
+    p = b * c
+    if p.dtype == tl.float64:
+        tiny = tl.where((b < 0) == (c < 0), 2.3e-308, -2.3e-308)
+    else:
+        tiny = tl.where((b < 0) == (c < 0), 1.2e-38, -1.2e-38)
+    return tl.where((p == 0) & (b != 0) & (c != 0), tiny, p)
+
+
+@jit
 def compose(a_first, b_first, a_then, b_then):
     """The map x -> a_first + b_first x, followed by x -> a_then + b_then x.
 
-    A zero factor selects: whatever lies beyond it, NaN and inf too, is not read. A product that only underflows is
-    not a zero factor and is held at the smallest normal number: NaN and inf reach all of their own episode, as they
-    do in a plain loop, however long it is.
+    A zero factor selects: whatever lies beyond it, NaN and inf too, is not read.
     """
-    b = b_then * b_first
-    if b.dtype == tl.float64:
-        tiny = tl.where((b_then < 0) == (b_first < 0), 2.3e-308, -2.3e-308)
-    else:
-        tiny = tl.where((b_then < 0) == (b_first < 0), 1.2e-38, -1.2e-38)
-    b = tl.where((b == 0) & (b_then != 0) & (b_first != 0), tiny, b)
-    return apply(a_then, b_then, a_first), b
+    return apply(a_then, b_then, a_first), product(b_then, b_first)
 
 
 @jit
@@ -77,16 +86,15 @@ def load_flag(operand, sizes, rows, t, mask, DIMS: tl.constexpr):
 
 
 @jit
-def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr = "plain"):
+def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr = PLAIN):
     """[R, K] elements at (rows, t) in the arithmetic dtype; 0 where the mask is off.
 
-    KIND "taken" picks one entry of the operand's action axis, "expectation" sums over it; neither holds more than a
-    tile at a time.
+    An expectation is reduced action by action: no tile has an action axis.
     """
     pointers = address(operand, sizes, rows, t, DIMS)
-    if KIND == "plain":
+    if KIND == PLAIN:
         loaded = tl.load(pointers, mask=mask, other=0).to(DTYPE)
-    elif KIND == "taken":
+    elif KIND == TAKEN:
         table, time_stride, row_strides, action_stride, actions, _ = operand
         action = tl.load(address(actions, sizes, rows, t, DIMS), mask=mask, other=0).to(tl.int64)
         loaded = tl.load(pointers + action * action_stride, mask=mask, other=0).to(DTYPE)

@@ -83,7 +83,7 @@ _ENDED = tl.constexpr(2) if tl is not None else 2
 
 
 @jit
-def _flagged(
+def flagged_rows(
     boundary,
     sizes,
     rows,
@@ -148,7 +148,7 @@ def successors(
     CLOSED: nothing is scanned in from beyond the edge, so the edge cuts.
     """
     last_values, terminated, truncated, bootstrap_values, next_values, values, valid_flags, last_done, _ = boundary
-    flagged, flag_value = _flagged(boundary, sizes, rows, row_mask, t, T, START, NEXT_KIND, DIMS, DTYPE)
+    flagged, flag_value = flagged_rows(boundary, sizes, rows, row_mask, t, T, START, NEXT_KIND, DIMS, DTYPE)
     inside = row_mask & (t + 1 < T)
 
     if valid_flags is None:
@@ -162,7 +162,9 @@ def successors(
     else:
         valid = load_flag(valid_flags, sizes, rows, t, mask, DIMS)
         valid_after = load_flag(valid_flags, sizes, rows, t + 1, inside, DIMS)
-        flagged_after, value_after = _flagged(boundary, sizes, rows, row_mask, t + 1, T, START, NEXT_KIND, DIMS, DTYPE)
+        flagged_after, value_after = flagged_rows(
+            boundary, sizes, rows, row_mask, t + 1, T, START, NEXT_KIND, DIMS, DTYPE
+        )
         kind = tl.where(valid_after, _VALID, tl.where(flagged_after, _ENDED, _EDGE))
         if values is not None:
             v_after = load(values, sizes, rows, t + 1, inside & valid_after, DIMS, DTYPE)

@@ -171,6 +171,351 @@ def gae(
     return result
 
 
+def _number(x: Any) -> Any:
+    return x if isinstance(x, torch.Tensor) else float(x)
+
+
+def _backward(window: _Window, first: np.ndarray, beyond: np.ndarray, before: Any) -> np.ndarray:
+    """[N]: what an earlier window sees: a quantity at the first valid step, or `before` where a flag stands first."""
+    columns = np.arange(first.shape[1])
+    with_edge = np.concatenate([first, beyond[None]])
+    at = np.where(window.valid.any(axis=0), window.valid.argmax(axis=0), first.shape[0])
+    return np.where(window.ended_before, before, with_edge[at, columns])
+
+
+def _rows(x: np.ndarray, like: torch.Tensor, time_dim: int) -> torch.Tensor:
+    batch = [size for d, size in enumerate(like.shape) if d != time_dim]
+    return torch.from_numpy(x).reshape(batch).to(like.device)
+
+
+def discounted_returns(
+    rewards: torch.Tensor,
+    terminated: torch.Tensor,
+    *,
+    gamma: float | torch.Tensor = 0.99,
+    time_dim: int = -1,
+    carry: torch.Tensor | None = None,
+    return_carry: bool = False,
+    dtype: torch.dtype = torch.float64,
+    **boundary: Any,
+) -> Any:
+    """Sutton & Barto 2018, eq. 3.9: G[t] = r[t] + γ G[t+1], with v' in place of G[t+1] where the episode is cut."""
+    number = _NUMPY[dtype]
+    time_dim %= rewards.dim()
+    window = _resolve(rewards, time_dim, number, terminated, values=None, closed=carry is None, **boundary)
+    reward, g = _time_first(rewards, time_dim, number), _factor(gamma, rewards, time_dim, number)
+    n_steps, n_rows = reward.shape
+    columns = np.arange(n_rows)
+    last = boundary.get("last_values")
+    beyond = _per_row(carry if carry is not None else last, n_rows, number)
+    returns = np.concatenate([np.zeros_like(reward), beyond[None]])
+    with np.errstate(all="ignore"):
+        for t in reversed(range(n_steps)):
+            later = np.where(window.cut[t], window.v_next[t], returns[window.following[t], columns])
+            returns[t] = np.where(window.valid[t], reward[t] + _times(g[t], later), number(0))
+    result = _shaped(returns[:-1], rewards, time_dim)
+    at_start = _backward(window, returns[:-1], beyond, window.value_before)
+    return (result, _rows(at_start, rewards, time_dim)) if return_carry else result
+
+
+def td_lambda_returns(
+    rewards: torch.Tensor,
+    values: torch.Tensor | None,
+    terminated: torch.Tensor,
+    *,
+    gamma: float | torch.Tensor = 0.99,
+    lambda_: float | torch.Tensor = 0.95,
+    time_dim: int = -1,
+    carry: torch.Tensor | None = None,
+    return_carry: bool = False,
+    dtype: torch.dtype = torch.float64,
+    **boundary: Any,
+) -> Any:
+    """Sutton & Barto 2018, eq. 12.18: G[t] = r[t] + γ ((1-λ) v'[t] + λ G[t+1])."""
+    number = _NUMPY[dtype]
+    time_dim %= rewards.dim()
+    window = _resolve(rewards, time_dim, number, terminated, values=values, closed=carry is None, **boundary)
+    reward, g = _time_first(rewards, time_dim, number), _factor(gamma, rewards, time_dim, number)
+    l = _factor(lambda_, rewards, time_dim, number)
+    rest = _factor(1 - _number(lambda_), rewards, time_dim, number)
+    n_steps, n_rows = reward.shape
+    columns = np.arange(n_rows)
+    beyond = _per_row(carry if carry is not None else boundary.get("last_values"), n_rows, number)
+    returns = np.concatenate([np.zeros_like(reward), beyond[None]])
+    with np.errstate(all="ignore"):
+        for t in reversed(range(n_steps)):
+            v = window.v_next[t]
+            mixed = _times(rest[t], v) + _times(l[t], returns[window.following[t], columns])
+            later = np.where(window.cut[t], v, mixed)
+            returns[t] = np.where(window.valid[t], reward[t] + _times(g[t], later), number(0))
+    result = _shaped(returns[:-1], rewards, time_dim)
+    at_start = _backward(window, returns[:-1], beyond, window.value_before)
+    return (result, _rows(at_start, rewards, time_dim)) if return_carry else result
+
+
+def n_step_returns(
+    rewards: torch.Tensor,
+    terminated: torch.Tensor,
+    *,
+    n: int,
+    values: torch.Tensor | None = None,
+    gamma: float | torch.Tensor = 0.99,
+    time_dim: int = -1,
+    dtype: torch.dtype = torch.float64,
+    **boundary: Any,
+) -> torch.Tensor:
+    """Sutton & Barto 2018, eq. 7.1: n rewards and the value that they lead to, from the last to the first."""
+    number = _NUMPY[dtype]
+    time_dim %= rewards.dim()
+    window = _resolve(rewards, time_dim, number, terminated, values=values, **boundary)
+    reward, g = _time_first(rewards, time_dim, number), _factor(gamma, rewards, time_dim, number)
+    n_steps, n_rows = reward.shape
+    returns = np.zeros_like(reward)
+    with np.errstate(all="ignore"):
+        for row in range(n_rows):
+            for t in np.flatnonzero(window.valid[:, row]):
+                steps = [t]
+                while len(steps) < n and not window.cut[steps[-1], row]:
+                    steps.append(window.following[steps[-1], row])
+                total = window.v_next[steps[-1], row]
+                for k in reversed(steps):
+                    total = reward[k, row] + _times(g[k, row], total)
+                returns[t, row] = total
+    return _shaped(returns, rewards, time_dim)
+
+
+def vtrace(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    terminated: torch.Tensor,
+    *,
+    log_rhos: Any = None,
+    target_log_probs: Any = None,
+    behavior_log_probs: Any = None,
+    gamma: float | torch.Tensor = 0.99,
+    lambda_: float | torch.Tensor = 1.0,
+    rho_bar: float | torch.Tensor = 1.0,
+    c_bar: float | torch.Tensor = 1.0,
+    pg_rho_bar: float | torch.Tensor | None = None,
+    time_dim: int = -1,
+    carry: torch.Tensor | None = None,
+    return_carry: bool = False,
+    dtype: torch.dtype = torch.float64,
+    **boundary: Any,
+) -> Any:
+    """Espeholt et al. 2018, remark 1: v[t] = V[t] + δ[t] + γ c[t] (v[t+1] - V[t+1])."""
+    number = _NUMPY[dtype]
+    time_dim %= rewards.dim()
+    window = _resolve(rewards, time_dim, number, terminated, values=values, closed=carry is None, **boundary)
+
+    def step(x: torch.Tensor) -> np.ndarray:
+        return _time_first(x, time_dim, number)
+
+    def factor(x: Any) -> np.ndarray:
+        return _factor(x, rewards, time_dim, number)
+
+    reward, value, g, l = step(rewards), step(values), factor(gamma), factor(lambda_)
+    bars = [factor(x) for x in (rho_bar, c_bar, rho_bar if pg_rho_bar is None else pg_rho_bar)]
+    n_steps, n_rows = reward.shape
+    columns = np.arange(n_rows)
+    beyond = _per_row(carry, n_rows, number)
+    correction = np.concatenate([np.zeros_like(reward), beyond[None]])  # v - V
+    targets, advantages = np.zeros_like(reward), np.zeros_like(reward)
+    with np.errstate(all="ignore"):
+        log_ratio = step(log_rhos) if log_rhos is not None else step(target_log_probs) - step(behavior_log_probs)
+        w = np.exp(log_ratio)
+        rho, c, pg_rho = (np.where(w > bar, bar, w) for bar in bars)
+        for t in reversed(range(n_steps)):
+            following, v, cut = window.following[t], window.v_next[t], window.cut[t]
+            later = correction[following, columns]
+            delta = _times(rho[t], (reward[t] + _times(g[t], v)) - value[t])
+            trace = _times(g[t], _times(l[t], c[t]))
+            d = delta + _times(np.where(cut, number(0), trace), later)
+            at_edge = following == n_steps
+            target_next = np.where(at_edge, v, value[np.minimum(following, n_steps - 1), columns]) + later
+            x_next = np.where(cut, v, target_next)
+            advantage = _times(pg_rho[t], (reward[t] + _times(g[t], x_next)) - value[t])
+            ok = window.valid[t]
+            correction[t], targets[t] = np.where(ok, d, number(0)), np.where(ok, value[t] + d, number(0))
+            advantages[t] = np.where(ok, advantage, number(0))
+    result = tuple(_shaped(x, rewards, time_dim) for x in (targets, advantages))
+    at_start = _backward(window, correction[:-1], beyond, number(0))
+    return (result, _rows(at_start, rewards, time_dim)) if return_carry else result
+
+
+def retrace(
+    rewards: torch.Tensor,
+    q_values: torch.Tensor,
+    terminated: torch.Tensor,
+    *,
+    expected_next_q: Any = None,
+    next_q_values: Any = None,
+    next_policy_probs: Any = None,
+    log_rhos: Any = None,
+    policy_probs: Any = None,
+    behavior_probs: Any = None,
+    actions: Any = None,
+    gamma: float | torch.Tensor = 0.99,
+    lambda_: float | torch.Tensor = 1.0,
+    c_bar: float | torch.Tensor = 1.0,
+    rho_bar: float | torch.Tensor = 1.0,
+    trace: str = "retrace",
+    time_dim: int = -1,
+    carry: tuple[torch.Tensor, torch.Tensor] | None = None,
+    return_carry: bool = False,
+    dtype: torch.dtype = torch.float64,
+    **boundary: Any,
+) -> Any:
+    """Munos et al. 2016, eq. 3 unrolled from the end: Q[t] + δ[t] + γ c[t+1] (target[t+1] - Q[t+1])."""
+    number = _NUMPY[dtype]
+    time_dim %= rewards.dim()
+    if expected_next_q is None:
+        p, q = next_policy_probs.to(dtype), next_q_values.to(dtype)
+        expected_next_q = torch.where(p == 0, 0.0, p * q).sum(dim=-1)
+    window = _resolve(
+        rewards,
+        time_dim,
+        number,
+        terminated,
+        values=None,
+        next_values=expected_next_q,
+        closed=carry is None,
+        **boundary,
+    )
+
+    def step(x: torch.Tensor) -> np.ndarray:
+        if x.dim() > rewards.dim():
+            x = x.gather(-1, actions.long()[..., None])[..., 0]
+        return _time_first(x, time_dim, number)
+
+    def factor(x: Any) -> np.ndarray:
+        return _factor(x, rewards, time_dim, number)
+
+    reward, q, g, l = step(rewards), step(q_values), factor(gamma), factor(lambda_)
+    n_steps, n_rows = reward.shape
+    columns = np.arange(n_rows)
+    c_beyond, target_beyond = (_per_row(x, n_rows, number) for x in (carry or (None, None)))
+    with np.errstate(all="ignore"):
+        if log_rhos is not None:
+            w = np.exp(step(log_rhos))
+        elif behavior_probs is not None:
+            w = step(policy_probs) / step(behavior_probs)
+        else:
+            w = np.ones_like(reward)
+        rho, clipped = (np.where(w > factor(bar), factor(bar), w) for bar in (rho_bar, c_bar))
+        if trace == "retrace":
+            c = _times(l, clipped)
+        elif trace == "tree_backup":
+            c = _times(l, step(policy_probs))
+        elif trace == "importance_sampling":
+            c = w
+        else:
+            c = l + np.zeros_like(reward)
+        # One more step beyond the edge: its c is 1 and its correction is what is carried, c D.
+        corrections = np.concatenate([np.zeros_like(reward), c_beyond[None]])
+        c = np.concatenate([c, np.ones_like(c_beyond)[None]])
+        targets = np.concatenate([np.zeros_like(reward), target_beyond[None]])
+        advantages = np.zeros_like(reward)
+        for t in reversed(range(n_steps)):
+            following, v, cut, ok = window.following[t], window.v_next[t], window.cut[t], window.valid[t]
+            delta = (reward[t] + _times(g[t], v)) - q[t]
+            traced = _times(g[t], _times(c[following, columns], corrections[following, columns]))
+            d = np.where(cut, delta, delta + traced)
+            x_next = np.where(cut, v, targets[following, columns])
+            advantage = _times(rho[t], (reward[t] + _times(g[t], x_next)) - q[t])
+            corrections[t], targets[t] = np.where(ok, d, number(0)), np.where(ok, q[t] + d, number(0))
+            advantages[t] = np.where(ok, advantage, number(0))
+        carried = _backward(window, _times(c[:-1], corrections[:-1]), c_beyond, number(0))
+        target = _backward(window, targets[:-1], target_beyond, window.value_before)
+    result = tuple(_shaped(x, rewards, time_dim) for x in (targets[:-1], advantages))
+    return (result, tuple(_rows(x, rewards, time_dim) for x in (carried, target))) if return_carry else result
+
+
+def _forward(
+    x: torch.Tensor,
+    done: torch.Tensor,
+    decay: Any,
+    replacing: bool,
+    initial: torch.Tensor | None,
+    valid: torch.Tensor | None,
+    flags_at: str,
+    time_dim: int,
+    return_final: bool,
+    dtype: torch.dtype,
+) -> Any:
+    number = _NUMPY[dtype]
+    time_dim %= done.dim()
+
+    def over_x(flags: torch.Tensor) -> torch.Tensor:
+        return flags if flags.dim() == x.dim() else flags.unsqueeze(-1).expand(x.shape)
+
+    y = _time_first(x, time_dim, number)
+    flags = _time_first(over_x(done), time_dim, bool)
+    ok = _time_first(over_x(valid), time_dim, bool) if valid is not None else np.ones_like(flags)
+    z = _per_row(initial, y.shape[1], number).copy()
+    result = np.zeros_like(y)
+    with np.errstate(all="ignore"):
+        for t in range(y.shape[0]):
+            if flags_at == "start":
+                z = np.where(flags[t], number(0), z)
+            moved = y[t] + _times(decay[t], z)
+            if replacing:
+                moved = np.where(y[t] != 0, y[t], _times(decay[t], z))
+            z = np.where(ok[t], moved, z)
+            result[t] = np.where(ok[t], z, number(0))
+            if flags_at == "end":
+                z = np.where(flags[t], number(0), z)
+    shaped = _shaped(result, x, time_dim)
+    return (shaped, _rows(z, x, time_dim)) if return_final else shaped
+
+
+def eligibility_traces(
+    x: torch.Tensor,
+    done: torch.Tensor,
+    *,
+    initial: torch.Tensor | None = None,
+    gamma: float | torch.Tensor = 0.99,
+    lambda_: float | torch.Tensor = 0.95,
+    kind: str = "accumulating",
+    valid: torch.Tensor | None = None,
+    flags_at: str = "end",
+    time_dim: int = -1,
+    return_final: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Any:
+    """Sutton & Barto 2018, eq. 12.5: z[t] = γ λ z[t-1] + x[t]; a new episode starts from 0."""
+    number = _NUMPY[dtype]
+    time_dim %= done.dim()
+
+    def factor(f: Any) -> np.ndarray:
+        if isinstance(f, torch.Tensor):
+            f = f.expand(done.shape)
+            f = f.unsqueeze(-1) if x.dim() > done.dim() else f
+        return _factor(f, x, time_dim, number)
+
+    if isinstance(gamma, torch.Tensor) or isinstance(lambda_, torch.Tensor):
+        decay = factor(gamma) * factor(lambda_)
+    else:
+        decay = factor(float(gamma) * float(lambda_))
+    return _forward(x, done, decay, kind == "replacing", initial, valid, flags_at, time_dim, return_final, dtype)
+
+
+def episodic_cumsum(
+    x: torch.Tensor,
+    done: torch.Tensor,
+    *,
+    initial: torch.Tensor | None = None,
+    valid: torch.Tensor | None = None,
+    flags_at: str = "end",
+    time_dim: int = -1,
+    return_final: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Any:
+    """C[t] = x[t] + C[t-1]; a new episode starts from 0."""
+    ones = _factor(1.0, x, time_dim % done.dim(), _NUMPY[dtype])
+    return _forward(x, done, ones, False, initial, valid, flags_at, time_dim, return_final, dtype)
+
+
 def affine_scan(
     alpha: torch.Tensor,
     beta: float | torch.Tensor,

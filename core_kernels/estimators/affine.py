@@ -37,13 +37,17 @@ def _beyond_scalar(v, zero):
     return zero
 
 
-_FORMS = {
-    "coefficients": Forms(_coefficients, _coefficients_scalar),
-    "outputs": Forms(_outputs, _outputs_scalar),
-    "beyond": Forms(_beyond, _beyond_scalar),
-}
-_BACKWARD = Algorithm("affine_scan", **_FORMS, reverse=True)
-_FORWARD = Algorithm("affine_scan", **_FORMS, reverse=False)
+def _algorithm(reverse):
+    return Algorithm(
+        "affine_scan",
+        coefficients=Forms(_coefficients, _coefficients_scalar),
+        outputs=Forms(_outputs, _outputs_scalar),
+        beyond=Forms(_beyond, _beyond_scalar),
+        reverse=reverse,
+    )
+
+
+_BACKWARD, _FORWARD = _algorithm(True), _algorithm(False)
 
 
 def affine_scan(

@@ -88,8 +88,8 @@ def discounted_returns(
             skipped: everything on them but their flags is ignored, their results are 0, t+1 is the next valid row.
         gamma: γ, a float, a 0-d tensor, or a tensor with as many axes as `rewards`, each of size 1 or equal.
         time_dim: the time axis; SB3 and CleanRL store [T, N], so 0.
-        flags_at: "end", or "start" where `terminated[t]` says that row t starts an episode. Then `last_done` is required
-            and `truncated` is not available.
+        flags_at: "end", or "start" where `terminated[t]` says that row t starts an episode; then `last_done` is
+            required and `truncated` is not available.
         last_done: with flags_at="start", whether the last step ended an episode, one per row.
         carry: G one step past the window, one per row: what a later window returned; in place of the edge's value.
         return_carry: also return G at the first row, for the window before this one, in the dtype of the arithmetic.

@@ -15,8 +15,8 @@ from rl_triton._triton import jit, tl
 from rl_triton.boundaries import check_successors
 from rl_triton.estimators import gae as _gae
 
-# VARIANT is (where the ratio comes from, which trace). The inputs are (r, Q) and then, by the first, nothing; log w, and
-# π for tree_backup; or π and μ. The scanned state is U[t] = c[t] D[t], so that D[t] = δ[t] + γ U[t+1] needs no
+# VARIANT is (where the ratio comes from, which trace). The inputs are (r, Q) and then, by the first: nothing; log w,
+# and π for tree_backup; or π and μ. The scanned state is U[t] = c[t] D[t]: D[t] = δ[t] + γ U[t+1] then needs no
 # coefficient of another step.
 TRACES = ("retrace", "tree_backup", "importance_sampling", "q_lambda")
 
@@ -218,8 +218,8 @@ def retrace(
             equal.
         c_bar, rho_bar: bars of the ratios, like `gamma`; float("inf") does not clip.
         time_dim: the time axis of `rewards`, counted without the action axis.
-        flags_at: "end", or "start" where `terminated[t]` says that row t starts an episode. Then `last_done` is required
-            and `truncated` is not available.
+        flags_at: "end", or "start" where `terminated[t]` says that row t starts an episode; then `last_done` is
+            required and `truncated` is not available.
         last_done: with flags_at="start", whether the last step ended an episode, one per row.
         carry: (c D, targets) one step past the window, one per row each: what a later window returned.
         return_carry: also return that pair at the first row, for the window before this one.

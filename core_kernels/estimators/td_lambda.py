@@ -97,8 +97,8 @@ def td_lambda_returns(
         gamma, lambda_: γ and λ: floats, 0-d tensors, or tensors with as many axes as `rewards`, each of size 1 or
             equal.
         time_dim: the time axis; SB3 and CleanRL store [T, N], so 0.
-        flags_at: "end", or "start" where `terminated[t]` says that row t starts an episode. Then `last_done` is required
-            and `truncated` is not available.
+        flags_at: "end", or "start" where `terminated[t]` says that row t starts an episode; then `last_done` is
+            required and `truncated` is not available.
         last_done: with flags_at="start", whether the last step ended an episode, one per row.
         carry: G one step past the window, one per row: what a later window returned. `last_values` must still hold
             the value there.

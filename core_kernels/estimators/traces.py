@@ -107,7 +107,7 @@ def eligibility_traces(
     if kind not in KINDS:
         raise ValueError(f"{op}: kind must be 'accumulating' or 'replacing', got {kind!r}")
     axis, boundary, features = _check(op, x, done, valid, flags_at, time_dim)
-    factors = {}
+    factors: dict[str, Any] = {}
     for name, factor in (("gamma", gamma), ("lambda_", lambda_)):
         factor = _checks.factor(op, name, factor, "done", done)
         factors[name] = factor.unsqueeze(-1).expand(x.shape) if features and not isinstance(factor, float) else factor
@@ -190,6 +190,6 @@ def _scan_forward(algorithm, axis, x, factors, boundary, initial, return_final, 
         out=out,
         promoting=(x,),
     )
-    if return_final and not boundary.start and x.numel():
+    if final is not None and not boundary.start and x.numel():
         final.masked_fill_(boundary.done.select(axis, -1) != 0, 0.0)
     return (outputs[0], final) if return_final else outputs[0]

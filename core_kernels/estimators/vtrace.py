@@ -153,8 +153,8 @@ def vtrace(
         rho_bar, c_bar: bars of the ratios, like `gamma`; float("inf") does not clip.
         pg_rho_bar: the bar of the policy gradient's ratio; None: `rho_bar`.
         time_dim: the time axis; SB3 and CleanRL store [T, N], so 0.
-        flags_at: "end", or "start" where `terminated[t]` says that row t starts an episode. Then `last_done` is required
-            and `truncated` is not available.
+        flags_at: "end", or "start" where `terminated[t]` says that row t starts an episode; then `last_done` is
+            required and `truncated` is not available.
         last_done: with flags_at="start", whether the last step ended an episode, one per row.
         carry: D one step past the window, one per row: what a later window returned. `last_values` must still hold
             the value there; x' at the edge is then last_values + carry.
