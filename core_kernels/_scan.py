@@ -28,14 +28,15 @@ def apply(a, b, x):
 
 @jit
 def product(b, c):
-    """b c, but 0 only where a factor is: a product that underflows is held at the smallest normal number. So NaN and
-    inf reach all of their own episode, as they do in a plain loop, however long it is."""
+    """b c, and 0 where and only where a factor is: the other factor, NaN or inf, is then not read, and a product that
+    underflows is held at the smallest normal number. So NaN and inf reach all of their own episode, as they do in a
+    plain loop, however long it is, and nothing beyond."""
     p = b * c
     if p.dtype == tl.float64:
         tiny = tl.where((b < 0) == (c < 0), 2.3e-308, -2.3e-308)
     else:
         tiny = tl.where((b < 0) == (c < 0), 1.2e-38, -1.2e-38)
-    return tl.where((p == 0) & (b != 0) & (c != 0), tiny, p)
+    return tl.where((b == 0) | (c == 0), 0.0, tl.where(p == 0, tiny, p))
 
 
 @jit

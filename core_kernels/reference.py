@@ -7,6 +7,7 @@ the first flag before it; the recurrence then follows the paper's own equation.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ def _time_first(x: torch.Tensor, time_dim: int, dtype: Any) -> np.ndarray:
         x = x != 0
     else:
         x = x.to({np.float32: torch.float32, np.float64: torch.float64}[dtype])
-    return x.movedim(time_dim, 0).reshape(x.shape[time_dim], -1).numpy()
+    return x.movedim(time_dim, 0).flatten(1).numpy() if x.dim() > 1 else x[:, None].numpy()
 
 
 def _per_row(x: torch.Tensor | None, n: int, dtype: Any) -> np.ndarray:
@@ -48,10 +49,10 @@ def _per_row(x: torch.Tensor | None, n: int, dtype: Any) -> np.ndarray:
 
 def _factor(x: Any, like: torch.Tensor, time_dim: int, dtype: Any) -> Any:
     """[T, N] of `dtype`; a plain number is broadcast."""
-    steps = like.shape[time_dim]
     if isinstance(x, torch.Tensor):
         return _time_first(x.expand(like.shape), time_dim, dtype)
-    return np.broadcast_to(np.asarray(x, dtype), (steps, like.numel() // max(steps, 1)))
+    rows = [size for d, size in enumerate(like.shape) if d != time_dim]
+    return np.broadcast_to(np.asarray(x, dtype), (like.shape[time_dim], math.prod(rows)))
 
 
 def _times(factor: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -127,6 +128,23 @@ def _shaped(x: np.ndarray, like: torch.Tensor, time_dim: int) -> torch.Tensor:
     return torch.from_numpy(x).reshape(x.shape[0], *batch).movedim(0, time_dim).to(like.device)
 
 
+def _number(x: Any) -> Any:
+    return x if isinstance(x, torch.Tensor) else float(x)
+
+
+def _backward(window: _Window, first: np.ndarray, beyond: np.ndarray, before: Any) -> np.ndarray:
+    """[N]: what an earlier window sees: a quantity at the first valid step, or `before` where a flag stands first."""
+    columns = np.arange(first.shape[1])
+    with_edge = np.concatenate([first, beyond[None]])
+    at = np.concatenate([window.valid, np.ones((1, len(columns)), bool)]).argmax(axis=0)  # T where no step is valid
+    return np.where(window.ended_before, before, with_edge[at, columns])
+
+
+def _rows(x: np.ndarray, like: torch.Tensor, time_dim: int) -> torch.Tensor:
+    batch = [size for d, size in enumerate(like.shape) if d != time_dim]
+    return torch.from_numpy(x).reshape(batch).to(like.device)
+
+
 def gae(
     rewards: torch.Tensor,
     values: torch.Tensor,
@@ -159,33 +177,12 @@ def gae(
             later = advantages[window.following[t], columns]
             step = delta + _times(np.where(window.cut[t], number(0), decay[t]), later)
             advantages[t] = np.where(window.valid[t], step, number(0))
-    first = np.where(window.valid.any(axis=0), window.valid.argmax(axis=0), n_steps)
-    at_start = np.where(window.ended_before, number(0), advantages[first, columns])
     advantages = advantages[:-1]
+    at_start = _backward(window, advantages, beyond, number(0))
     with np.errstate(all="ignore"):
         returns = np.where(window.valid, advantages + value, number(0))
     result = tuple(_shaped(x, rewards, time_dim) for x in (advantages, returns))
-    if return_carry:
-        batch = [size for d, size in enumerate(rewards.shape) if d != time_dim]
-        return result, torch.from_numpy(at_start).reshape(batch).to(rewards.device)
-    return result
-
-
-def _number(x: Any) -> Any:
-    return x if isinstance(x, torch.Tensor) else float(x)
-
-
-def _backward(window: _Window, first: np.ndarray, beyond: np.ndarray, before: Any) -> np.ndarray:
-    """[N]: what an earlier window sees: a quantity at the first valid step, or `before` where a flag stands first."""
-    columns = np.arange(first.shape[1])
-    with_edge = np.concatenate([first, beyond[None]])
-    at = np.where(window.valid.any(axis=0), window.valid.argmax(axis=0), first.shape[0])
-    return np.where(window.ended_before, before, with_edge[at, columns])
-
-
-def _rows(x: np.ndarray, like: torch.Tensor, time_dim: int) -> torch.Tensor:
-    batch = [size for d, size in enumerate(like.shape) if d != time_dim]
-    return torch.from_numpy(x).reshape(batch).to(like.device)
+    return (result, _rows(at_start, rewards, time_dim)) if return_carry else result
 
 
 def discounted_returns(

@@ -63,6 +63,18 @@ def test_a_zero_factor_reads_nothing(backend, reverse):
     assert [t for t in range(32) if not finite[t]] == list(bad)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_factor_stays_behind_a_zero_one(backend, bad):
+    """The product of a zero factor and a NaN one is zero: what lies beyond the zero is not read."""
+    alpha = torch.ones(1, 32, device=backend.device)
+    beta = torch.full((1, 32), 0.5, device=backend.device)
+    beta[0, 9], beta[0, 13] = 0.0, bad
+    with configured(LaunchConfig(rows=1, time=8)):
+        y = rlt.affine_scan(alpha, beta)
+    finite = torch.isfinite(y.cpu()[0])
+    assert [t for t in range(32) if not finite[t]] == [10, 11, 12, 13]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_underflow_is_not_a_zero_factor(backend, dtype, sign):

@@ -1,4 +1,4 @@
-"""Every other estimator against its reference loop, its identities and one independent second form, on both backends."""
+"""Every other estimator against its reference loop, its identities and an independent second form, on both backends."""
 
 import itertools
 import math
@@ -423,8 +423,8 @@ def test_single_step_both_flags_and_empty(op, backend):
             for name, flag in zip(("terminated", "truncated"), flags, strict=True):
                 tensors[name] = torch.full_like(tensors["rewards"], flag)
             name = "expected_next_q" if op.name == "retrace" else "bootstrap_values"
-            v = 5.0 if flags == (0.0, 1.0) or op.name == "retrace" and flags == (0.0, 0.0) else NAN
-            tensors[name] = torch.full_like(tensors["rewards"], v)
+            read = flags == (0.0, 1.0) or (op.name == "retrace" and flags == (0.0, 0.0))
+            tensors[name] = torch.full_like(tensors["rewards"], 5.0 if read else NAN)
             (results, carry), (expected, expected_carry) = op.both(tensors | options)
             for actual, want in zip(results + carry, expected + expected_carry, strict=True):
                 assert actual.shape == want.shape
@@ -571,7 +571,7 @@ def test_coefficients_by_affine_scan(backend):
     v1 = torch.where(term, 0.0, torch.where(trunc, rollout["bootstrap_values"], shifted))
     cut = term | trunc
     cut[:, -1] = True
-    go_on = torch.where(cut, 0.0, 1.0)
+    go_on = torch.where(cut, 0.0, 1.0).double()
     close = dict(max_error=1e-13)
 
     assert_close(rlt.affine_scan(r + g * v1 - v, g * l * go_on), rlt.gae(**rollout, gamma=g, lambda_=l)[0], **close)
@@ -597,7 +597,7 @@ def test_coefficients_by_affine_scan(backend):
     assert_close(v + d, result.targets, **close)
 
     before = torch.cat([torch.zeros_like(term[:, :1]), term[:, :-1]], dim=1)
-    keep = torch.where(before, 0.0, 1.0)
+    keep = torch.where(before, 0.0, 1.0).double()
     z = rlt.affine_scan(r, g * l * keep, reverse=False)
     assert_close(z, rlt.eligibility_traces(r, term, gamma=g, lambda_=l), **close)
     x = torch.where(r > 0.5, r, 0.0)
