@@ -84,17 +84,17 @@ def _float_parts(x: float) -> tuple[float, float, float]:
 
 
 def _argument(source: Any) -> Any:
-    """An operand as the kernel unpacks it. The 1 at the end of the longer ones is a constant to Triton, and 3.6 forgets
-    the constants in a tuple's inner tuples unless one of its own follows them."""
+    """An operand as the kernel reads it: one flat tuple, since Triton 3.6 forgets constants (strides of 1) in the inner
+    tuples of a tuple, unless a constant of its own follows them."""
     if source is None:
         return None
     if isinstance(source, Operand):
-        return source.tensor, source.time_stride, source.row_strides
-    first, second = map(_argument, source)
+        return source.tensor, source.time_stride, *source.row_strides
+    first, second = source
+    joined = (*_argument(first), first.action_stride, *_argument(second))
     if isinstance(source, Taken):
-        return (*first, source.table.action_stride, second, 1)
-    n_actions = source.values.tensor.shape[-1]
-    return (*first, source.values.action_stride, second, source.probs.action_stride, n_actions, 1)
+        return joined
+    return (*joined, second.action_stride, first.tensor.shape[-1])
 
 
 def _kind(source: Any) -> int:

@@ -6,8 +6,10 @@ is read from device memory once and every output written once; what lies between
 
 Shapes in comments: R = ROWS, K = TIME. A tile is [R, K]; `rows` is [R, 1], `t` is [1, K].
 
-A tensor reaches the kernel as an operand (pointer, time stride, row strides): row strides run over the DIMS batch
-axes that are left after collapsing, innermost first, as `sizes` does. Strides and offsets are in elements and int64.
+A tensor reaches the kernel as an operand (pointer, time stride, row strides...): row strides run over the DIMS batch
+axes that are left after collapsing, innermost first, as `sizes` does. A tensor with an action axis has one more stride,
+and behind it the tensor that it is read with: `TAKEN` (table, actions), `EXPECTATION` (values, probabilities, number of
+actions). Strides and offsets are in elements and int64.
 """
 
 from __future__ import annotations
@@ -61,23 +63,17 @@ def clipped(x, bar):
 
 
 @jit
-def row_offset(strides, sizes, rows, DIMS: tl.constexpr):
-    """[R, 1] element offsets of `rows`."""
-    offset = rows * 0
+def address(operand, sizes, rows, t, DIMS: tl.constexpr, BASE: tl.constexpr = 0):
+    """[R, K] pointers to the elements at (rows, t) of the tensor that begins at BASE in an operand."""
+    offset = t * operand[BASE + 1]
     rest = rows
     for d in tl.static_range(DIMS):
         if d == DIMS - 1:
-            offset += rest * strides[d]
+            offset += rest * operand[BASE + 2 + d]
         else:
-            offset += (rest % sizes[d]) * strides[d]
+            offset += (rest % sizes[d]) * operand[BASE + 2 + d]
             rest = rest // sizes[d]
-    return offset
-
-
-@jit
-def address(operand, sizes, rows, t, DIMS: tl.constexpr):
-    """[R, K] pointers to the elements at (rows, t)."""
-    return operand[0] + (row_offset(operand[2], sizes, rows, DIMS) + t * operand[1])
+    return operand[BASE] + offset
 
 
 @jit
@@ -96,16 +92,15 @@ def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr,
     if KIND == PLAIN:
         loaded = tl.load(pointers, mask=mask, other=0).to(DTYPE)
     elif KIND == TAKEN:
-        table, time_stride, row_strides, action_stride, actions, _ = operand
-        action = tl.load(address(actions, sizes, rows, t, DIMS), mask=mask, other=0).to(tl.int64)
-        loaded = tl.load(pointers + action * action_stride, mask=mask, other=0).to(DTYPE)
+        actions = address(operand, sizes, rows, t, DIMS, 3 + DIMS)
+        action = tl.load(actions, mask=mask, other=0).to(tl.int64)
+        loaded = tl.load(pointers + action * operand[2 + DIMS], mask=mask, other=0).to(DTYPE)
     else:
-        values, time_stride, row_strides, action_stride, probs, probs_action_stride, n_actions, _ = operand
-        probs_pointers = address(probs, sizes, rows, t, DIMS)
+        probs = address(operand, sizes, rows, t, DIMS, 3 + DIMS)
         loaded = tl.where(mask, 0.0, 0.0).to(DTYPE)
-        for action in range(n_actions):
-            p = tl.load(probs_pointers + action * probs_action_stride, mask=mask, other=0).to(DTYPE)
-            q = tl.load(pointers + action * action_stride, mask=mask, other=0).to(DTYPE)
+        for action in range(operand[6 + 2 * DIMS]):
+            p = tl.load(probs + action * operand[5 + 2 * DIMS], mask=mask, other=0).to(DTYPE)
+            q = tl.load(pointers + action * operand[2 + DIMS], mask=mask, other=0).to(DTYPE)
             loaded += scaled(p, q)
     return loaded
 
