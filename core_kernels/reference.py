@@ -55,6 +55,13 @@ def _factor(x: Any, like: torch.Tensor, time_dim: int, dtype: Any) -> Any:
     return np.broadcast_to(np.asarray(x, dtype), (like.shape[time_dim], math.prod(rows)))
 
 
+def _product(a: Any, b: Any, like: torch.Tensor, time_dim: int, dtype: Any) -> np.ndarray:
+    """a b, multiplied before it is rounded to the precision of the loop."""
+    if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
+        return _factor(float(a) * float(b), like, time_dim, dtype)
+    return (_factor(a, like, time_dim, np.float64) * _factor(b, like, time_dim, np.float64)).astype(dtype)
+
+
 def _times(factor: np.ndarray, x: np.ndarray) -> np.ndarray:
     """factor * x, reading x only where the factor is not zero."""
     return np.where(factor == 0, np.zeros_like(x), factor * x)
@@ -97,6 +104,15 @@ def _resolve(
         np.zeros(n_rows, bool),
         np.zeros(n_rows, dtype),
     )
+    if valid is None:  # every next row is the next valid row, so all rows at once
+        flagged = ends | cuts
+        window.following[:] = np.arange(1, n_steps + 1)[:, None]
+        window.cut[:] = flagged
+        window.v_next[:] = np.concatenate([own[1:], last[None]])[:n_steps] if successor is None else successor
+        window.v_next[flagged] = np.where(ends, dtype(0), beyond)[flagged]
+        if closed and n_steps:
+            window.cut[-1] = True
+        return window
     for n in range(n_rows):
         steps = np.flatnonzero(ok[:, n])
         flagged = np.flatnonzero(ends[:, n] | cuts[:, n])
@@ -163,10 +179,8 @@ def gae(
     time_dim %= rewards.dim()
     window = _resolve(rewards, time_dim, number, terminated, values=values, closed=carry is None, **boundary)
     reward, value = _time_first(rewards, time_dim, number), _time_first(values, time_dim, number)
-    g, l = _factor(gamma, rewards, time_dim, number), _factor(lambda_, rewards, time_dim, number)
-    decay = g * l
-    if not isinstance(gamma, torch.Tensor) and not isinstance(lambda_, torch.Tensor):
-        decay = _factor(float(gamma) * float(lambda_), rewards, time_dim, number)
+    g = _factor(gamma, rewards, time_dim, number)
+    decay = _product(gamma, lambda_, rewards, time_dim, number)
     n_steps, n_rows = reward.shape
     columns = np.arange(n_rows)
     beyond = _per_row(carry, n_rows, number)
@@ -261,23 +275,19 @@ def n_step_returns(
     dtype: torch.dtype = torch.float64,
     **boundary: Any,
 ) -> torch.Tensor:
-    """Sutton & Barto 2018, eq. 7.1: n rewards and the value that they lead to, from the last to the first."""
+    """Sutton & Barto 2018, eq. 7.1, by the number of steps: G_m[t] = r[t] + γ G_{m-1}[t+1], with v' in place of
+    G_{m-1}[t+1] where m = 1 or the episode is cut."""
     number = _NUMPY[dtype]
     time_dim %= rewards.dim()
     window = _resolve(rewards, time_dim, number, terminated, values=values, **boundary)
     reward, g = _time_first(rewards, time_dim, number), _factor(gamma, rewards, time_dim, number)
-    n_steps, n_rows = reward.shape
-    returns = np.zeros_like(reward)
+    columns = np.arange(reward.shape[1])
+    edge = np.zeros_like(reward[:1])  # never read: the last valid step is cut
     with np.errstate(all="ignore"):
-        for row in range(n_rows):
-            for t in np.flatnonzero(window.valid[:, row]):
-                steps = [t]
-                while len(steps) < n and not window.cut[steps[-1], row]:
-                    steps.append(window.following[steps[-1], row])
-                total = window.v_next[steps[-1], row]
-                for k in reversed(steps):
-                    total = reward[k, row] + _times(g[k, row], total)
-                returns[t, row] = total
+        one_step = returns = np.where(window.valid, reward + _times(g, window.v_next), number(0))
+        for _ in range(min(n, len(reward)) - 1):
+            later = np.concatenate([returns, edge])[window.following, columns]
+            returns = np.where(window.valid & ~window.cut, reward + _times(g, later), one_step)
     return _shaped(returns, rewards, time_dim)
 
 
@@ -484,16 +494,13 @@ def eligibility_traces(
     number = _NUMPY[dtype]
     time_dim %= done.dim()
 
-    def factor(f: Any) -> np.ndarray:
-        if isinstance(f, torch.Tensor):
-            f = f.expand(done.shape)
-            f = f.unsqueeze(-1) if x.dim() > done.dim() else f
-        return _factor(f, x, time_dim, number)
+    def over_x(f: Any) -> Any:
+        if not isinstance(f, torch.Tensor):
+            return f
+        f = f.expand(done.shape)
+        return f.unsqueeze(-1).expand(x.shape) if x.dim() > done.dim() else f
 
-    if isinstance(gamma, torch.Tensor) or isinstance(lambda_, torch.Tensor):
-        decay = factor(gamma) * factor(lambda_)
-    else:
-        decay = factor(float(gamma) * float(lambda_))
+    decay = _product(over_x(gamma), over_x(lambda_), x, time_dim, number)
     return _forward(x, done, decay, kind == "replacing", initial, valid, flags_at, time_dim, return_final, dtype)
 
 

@@ -215,3 +215,184 @@ def test_affine_scan_words():
         rlt.affine_scan(x, 0.5, out=x)
     with pytest.raises(TypeError, match="affine_scan: out must be a torch.Tensor, got tuple"):
         rlt.affine_scan(x, 0.5, out=(x,))
+
+
+def window(**changes):
+    x = torch.zeros(4, 6)
+    base = {"rewards": x, "terminated": x.bool()}
+    return {k: v for k, v in (base | changes).items() if v is not DROP}
+
+
+X, ROWS = torch.zeros(4, 6), torch.zeros(4)
+ACTIONS = torch.zeros(4, 6, 3)
+VTRACE = {"values": X, "last_values": ROWS}
+RETRACE = {"q_values": X, "expected_next_q": X}
+OTHERS = {
+    "discounted: no edge": (
+        rlt.discounted_returns,
+        {},
+        ValueError,
+        "discounted_returns: the window's edge needs a value",
+    ),
+    "discounted: truncated": (
+        rlt.discounted_returns,
+        {"truncated": X, "last_values": ROWS},
+        ValueError,
+        "discounted_returns: truncated was given without the value of the final observations",
+    ),
+    "td_lambda: no values": (
+        rlt.td_lambda_returns,
+        {"values": None, "last_values": ROWS},
+        ValueError,
+        "td_lambda_returns: values is None; pass V(s_t) in values, or V of every step's successor in next_values",
+    ),
+    "td_lambda: one step longer": (
+        rlt.td_lambda_returns,
+        {"values": torch.zeros(4, 7), "last_values": ROWS},
+        ValueError,
+        "pass values[..., :-1] and last_values=values[..., -1]",
+    ),
+    "n_step: no values": (
+        rlt.n_step_returns,
+        {"n": 3, "last_values": ROWS},
+        ValueError,
+        "n_step_returns: pass V(s_t) in values, or V of every step's successor in next_values",
+    ),
+    "n_step: n float": (
+        rlt.n_step_returns,
+        {"n": 3.0, "values": X, "last_values": ROWS},
+        TypeError,
+        "n_step_returns: n must be an int, got float",
+    ),
+    "n_step: n zero": (
+        rlt.n_step_returns,
+        {"n": 0, "values": X, "last_values": ROWS},
+        ValueError,
+        "n_step_returns: n must be 1 or more, got 0",
+    ),
+    "vtrace: no ratio": (
+        rlt.vtrace,
+        VTRACE,
+        ValueError,
+        "vtrace: the ratios of the policies are missing: pass log_rhos, or both target_log_probs and "
+        "behavior_log_probs",
+    ),
+    "vtrace: half a ratio": (rlt.vtrace, VTRACE | {"target_log_probs": X}, ValueError, "vtrace: the ratios of the"),
+    "vtrace: two ratios": (
+        rlt.vtrace,
+        VTRACE | {"target_log_probs": X, "log_rhos": X},
+        ValueError,
+        "vtrace: log_rhos excludes target_log_probs and behavior_log_probs",
+    ),
+    "vtrace: ratio shape": (
+        rlt.vtrace,
+        VTRACE | {"log_rhos": torch.zeros(4, 6, 1)},
+        ValueError,
+        "log_rhos has shape [4, 6, 1], but rewards has shape [4, 6]; they must be equal. It has a trailing unit axis",
+    ),
+    "vtrace: bar": (
+        rlt.vtrace,
+        VTRACE | {"log_rhos": X, "rho_bar": None},
+        TypeError,
+        "vtrace: rho_bar must be a float or a tensor, got NoneType",
+    ),
+    "retrace: no expectation": (
+        rlt.retrace,
+        {"q_values": X},
+        ValueError,
+        "retrace: the value of the successors is missing: pass expected_next_q, or both next_q_values and "
+        "next_policy_probs (the policy of the next state)",
+    ),
+    "retrace: two expectations": (
+        rlt.retrace,
+        RETRACE | {"next_q_values": ACTIONS},
+        ValueError,
+        "retrace: expected_next_q excludes next_q_values and next_policy_probs",
+    ),
+    "retrace: actions differ": (
+        rlt.retrace,
+        {"q_values": X, "next_q_values": ACTIONS, "next_policy_probs": ACTIONS[..., :2]},
+        ValueError,
+        "retrace: next_q_values has 3 actions, but next_policy_probs has 2; they must be equal",
+    ),
+    "retrace: no action axis": (
+        rlt.retrace,
+        {"q_values": X, "next_q_values": X, "next_policy_probs": X},
+        ValueError,
+        "retrace: next_q_values has shape [4, 6], but needs that of rewards, [4, 6], with an axis of at least one "
+        "action appended",
+    ),
+    "retrace: trace": (
+        rlt.retrace,
+        RETRACE | {"trace": "td"},
+        ValueError,
+        "retrace: trace must be one of 'retrace', 'tree_backup', 'importance_sampling', 'q_lambda', got 'td'",
+    ),
+    "retrace: tree backup": (
+        rlt.retrace,
+        RETRACE | {"trace": "tree_backup"},
+        ValueError,
+        "retrace: trace='tree_backup' needs policy_probs",
+    ),
+    "retrace: half a ratio": (
+        rlt.retrace,
+        RETRACE | {"policy_probs": X},
+        ValueError,
+        "retrace: the ratio needs both policy_probs and behavior_probs; behavior_probs is missing",
+    ),
+    "retrace: two ratios": (
+        rlt.retrace,
+        RETRACE | {"policy_probs": X, "log_rhos": X},
+        ValueError,
+        "retrace: log_rhos and policy_probs both give the ratio; pass one of them",
+    ),
+    "retrace: actions missing": (
+        rlt.retrace,
+        RETRACE | {"policy_probs": ACTIONS, "behavior_probs": X},
+        ValueError,
+        "retrace: policy_probs has an action axis, so actions is needed",
+    ),
+    "retrace: actions unused": (
+        rlt.retrace,
+        RETRACE | {"actions": X.long()},
+        ValueError,
+        "retrace: actions was given, but no probabilities with an action axis to pick them from",
+    ),
+    "retrace: float actions": (
+        rlt.retrace,
+        RETRACE | {"policy_probs": ACTIONS, "behavior_probs": ACTIONS, "actions": X},
+        TypeError,
+        "retrace: actions has dtype torch.float32, but an integer dtype is needed",
+    ),
+    "retrace: carry": (
+        rlt.retrace,
+        RETRACE | {"carry": ROWS},
+        TypeError,
+        "retrace: carry must be the pair (c D, targets) that a later window returned",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "changes", "error", "words"), OTHERS.values(), ids=OTHERS.keys())
+def test_words_of_the_others(function, changes, error, words, monkeypatch):
+    def never(problem):
+        raise AssertionError("a kernel was about to run")
+
+    monkeypatch.setattr("rl_triton._backend.run", never)
+    with pytest.raises(error, match=re.escape(words)):
+        function(**window(**changes))
+
+
+def test_words_of_the_forward_ops():
+    done = torch.zeros(4, 6)
+    with pytest.raises(ValueError, match="eligibility_traces: kind must be 'accumulating' or 'replacing', got 'dutch'"):
+        rlt.eligibility_traces(X, done, kind="dutch")
+    for function in (rlt.eligibility_traces, rlt.episodic_cumsum):
+        with pytest.raises(ValueError, match="flags_at must be 'end' or 'start', got 'begin'"):
+            function(X, done, flags_at="begin")
+        with pytest.raises(ValueError, match=r"x has shape \[6, 4\], but done has shape \[4, 6\]; .* transposed"):
+            function(X.t(), done)
+        with pytest.raises(ValueError, match=r"x has shape \[4, 5, 2\], but needs that of done, \[4, 6\], with or"):
+            function(torch.zeros(4, 5, 2), done)
+        with pytest.raises(ValueError, match=r"initial has shape \[4\], but needs one entry per row, shape \[4, 3\]"):
+            function(ACTIONS, done, initial=ROWS)

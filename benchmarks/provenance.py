@@ -1,0 +1,70 @@
+"""What a stored result was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    except OSError:
+        return ""
+
+
+def digest() -> str:
+    """Of the code that was measured."""
+    joined = hashlib.sha256()
+    for path in sorted((ROOT / "core_kernels").rglob("*.py")):
+        joined.update(path.read_bytes())
+    return joined.hexdigest()[:16]
+
+
+def provenance(device: str) -> dict[str, Any]:
+    """Machine, versions, code and date, for a row of results."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "machine": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        if cuda
+        else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "commit": _output("git", "rev-parse", "--short", "HEAD") or None,
+        "digest": digest(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def append(name: str, rows: list[dict[str, Any]]) -> Path:
+    """Add rows to benchmarks/results/NAME.jsonl."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.jsonl"
+    with path.open("a") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def stored(name: str) -> list[dict[str, Any]]:
+    """The rows of benchmarks/results/NAME.jsonl."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
