@@ -7,11 +7,14 @@ check waits for a device, and all of them run before any kernel does.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+
+from rl_triton._algorithm import Taken
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INTEGERS = frozenset(
@@ -19,6 +22,10 @@ INTEGERS = frozenset(
      torch.uint16, torch.uint32, torch.uint64}
 )  # fmt: skip
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+# With RL_TRITON_CHECK=1, read at import, calls also look at their data, and wait for the device to do it.
+READS_DATA = os.environ.get("RL_TRITON_CHECK") == "1"
 
 
 class Required:
@@ -272,3 +279,32 @@ def outputs(
     for x in given:
         torch.autograd.graph.increment_version(x)
     return tuple(given)
+
+
+def data(op: str, inputs: Mapping[str, Any], boundary: Any) -> None:
+    """What only the data can tell: flags that are not 0 or 1, NaN in a step that counts, an action that is not there,
+    a behavior probability of 0. Waits for the device."""
+    for name in ("terminated", "truncated", "valid", "last_done", "done"):
+        x = getattr(boundary, name, None)
+        if x is not None:
+            _none(op, (x != 0) & (x != 1), f"{name} holds numbers other than 0 and 1 (nonzero counts as 1)")
+    valid = getattr(boundary, "valid", None)
+
+    def counts(bad: torch.Tensor) -> torch.Tensor:
+        return bad if valid is None else bad & (valid != 0)
+
+    for name, x in inputs.items():
+        if isinstance(x, Taken):
+            n_actions = x.table.shape[-1]
+            bad = counts((x.actions < 0) | (x.actions >= n_actions))
+            _none(op, bad, f"actions holds indices outside 0..{n_actions - 1}")
+            x = x.table.gather(-1, x.actions.long().clamp(0, n_actions - 1).unsqueeze(-1)).squeeze(-1)
+        _none(op, counts(x != x), f"{name} holds NaN in steps that count")
+        if name == "behavior_probs":
+            _none(op, counts(x == 0), "behavior_probs holds 0 for taken actions, which makes the ratio infinite")
+
+
+def _none(op: str, bad: torch.Tensor, problem: str) -> None:
+    if bad.any():
+        where = bad.nonzero()
+        _value_error(op, f"{problem}: {len(where)} of {bad.numel()}, the first at {tuple(where[0].tolist())}")

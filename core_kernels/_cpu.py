@@ -28,6 +28,7 @@ from rl_triton._layout import Operand, describe
 
 _EDGE, _VALID, _ENDED = 0, 1, 2
 _DIGEST = hashlib.sha256(Path(__file__).read_bytes() + Path(_scalar.__file__).read_bytes()).hexdigest()[:16]
+_AS_NUMPY = {"error_model": "numpy"}  # a division by zero is inf or NaN, no exception
 _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 
 # ---------------------------------------------------------------------------------------------- algorithms as types
@@ -44,7 +45,7 @@ class _AlgorithmType(types.Opaque):
 def _compiled(function: Any) -> Any:
     """The function for numba, and with it the plain functions of this package that it calls."""
     _make_jitable_callees(function)
-    return njit(function)
+    return njit(**_AS_NUMPY)(function)
 
 
 def _make_jitable_callees(function: Any) -> None:
@@ -55,7 +56,7 @@ def _make_jitable_callees(function: Any) -> None:
         if ours and callee not in _jitable:
             _jitable.add(callee)
             _make_jitable_callees(callee)
-            register_jitable(callee)
+            register_jitable(**_AS_NUMPY)(callee)
 
 
 _jitable: set[Any] = set()
@@ -139,12 +140,6 @@ def _compile_one(x):
     return lambda x: one(1)
 
 
-@overload(_scalar.complement)
-def _compile_complement(x):
-    one = x
-    return lambda x: one(1) - x
-
-
 # ------------------------------------------------------------------------------------------------------ operands
 
 
@@ -206,7 +201,7 @@ def _compile_addressed_each(operands):
     return lambda operands: (_addressed(operands[0]), *_addressed_each(operands[1:]))
 
 
-@njit(inline="always")
+@njit(inline="always", **_AS_NUMPY)
 def _index(operand, o, i, t):
     return operand[1][o] + i * operand[2] + t * operand[3]
 
@@ -316,7 +311,7 @@ def _absent(boundary, name):
     return isinstance(boundary.types[boundary.fields.index(name)], types.NoneType)
 
 
-@njit(inline="always")
+@njit(inline="always", **_AS_NUMPY)
 def _ended(boundary, o, i, t, shift, at_edge):
     if at_edge:
         return _flag(boundary.last_done, o, i, 0)
@@ -411,7 +406,7 @@ def _compile_has_next_values(boundary):
 # --------------------------------------------------------------------------------------------------------- the loops
 
 
-@njit(nogil=True)
+@njit(nogil=True, **_AS_NUMPY)
 def _walk(
     algorithm, reverse, closed, shift, inputs, factors, boundary, initial, outputs, final, zero, one, sizes, block
 ):
@@ -478,7 +473,7 @@ def _scan(
     )
 
 
-@njit(nogil=True)
+@njit(nogil=True, **_AS_NUMPY)
 def _look_ahead(shift, n, inputs, factors, boundary, outputs, zero, one, sizes):
     n_outer, n_inner, n_steps = sizes
     for o in range(n_outer):
@@ -529,25 +524,27 @@ def _window(shift, n, inputs, factors, boundary, outputs, zero, one, sizes):
 
 
 try:
-    _scan = njit(cache=True, nogil=True)(_scan)
-    _window = njit(cache=True, nogil=True)(_window)
+    _scan = njit(cache=True, nogil=True, **_AS_NUMPY)(_scan)
+    _window = njit(cache=True, nogil=True, **_AS_NUMPY)(_window)
 except RuntimeError:  # numba found no directory to store the loops in: compile them anew in each process
-    _scan = njit(nogil=True)(_scan)
-    _window = njit(nogil=True)(_window)
+    _scan = njit(nogil=True, **_AS_NUMPY)(_scan)
+    _window = njit(nogil=True, **_AS_NUMPY)(_window)
 
 _ROW_BLOCK = 256
 
 
 def _elements(x: torch.Tensor) -> np.ndarray:
     """The memory under a tensor as a flat array, without a copy."""
-    x = x.detach()
+    if x.requires_grad:
+        x = x.detach()
     if not x.is_contiguous():
         extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         x = x.as_strided((extent,), (1,))
     flat = x.numpy().reshape(-1)
-    return flat.view(np.uint8) if flat.dtype == np.bool_ else flat
+    return flat.view(np.uint8) if x.dtype is torch.bool else flat
 
 
+@functools.lru_cache(maxsize=1024)
 def _row_starts(sizes: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
     """Offsets of the outer rows, all axes but the innermost."""
     starts = _origins(1)

@@ -6,6 +6,8 @@ another in memory in *every* tensor are merged, so that an ordinary [N, T] or [T
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -35,6 +37,8 @@ class Layout(NamedTuple):
 
 def _each_tensor(source: Any, visit: Callable[[torch.Tensor], Any]) -> Any:
     """`visit` every tensor of a source and keep its structure."""
+    if source is None:
+        return None
     if isinstance(source, torch.Tensor):
         return visit(source)
     if isinstance(source, (Expectation, Taken)):
@@ -42,23 +46,15 @@ def _each_tensor(source: Any, visit: Callable[[torch.Tensor], Any]) -> Any:
     return None
 
 
-def describe(shape: torch.Size, time_dim: int, groups: Iterable[tuple[Any, ...]]) -> Layout:
-    """Describe the tensors in `groups` (of `shape`, of `shape` without its time axis, or with an action axis appended)
-    by as few batch axes as they allow. Whatever is no tensor becomes None."""
-    groups = tuple(groups)
+@functools.lru_cache(maxsize=4096)
+def _collapsed(
+    shape: torch.Size, time_dim: int, strides: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], int, tuple[tuple[int, tuple[int, ...], int], ...]]:
+    """(sizes, number of rows, and of each tensor its time stride, row strides and action stride)."""
     n_axes = len(shape)
-    strides: list[tuple[int, ...]] = []
-
-    def note(x: torch.Tensor) -> None:
-        stride = x.stride()
-        if len(stride) < n_axes:
-            stride = (*stride[:time_dim], 0, *stride[time_dim:])
-        strides.append(stride)
-
-    for group in groups:
-        for source in group:
-            _each_tensor(source, note)
-
+    strides = tuple(
+        stride if len(stride) >= n_axes else (*stride[:time_dim], 0, *stride[time_dim:]) for stride in strides
+    )
     sizes: list[int] = []
     columns: list[tuple[int, ...]] = []  # per merged axis, the stride of each tensor
     for d in range(n_axes - 1, -1, -1):
@@ -73,15 +69,26 @@ def describe(shape: torch.Size, time_dim: int, groups: Iterable[tuple[Any, ...]]
     if not sizes:
         sizes.append(1)
         columns.append((0,) * len(strides))
-    n_rows = 1
-    for size in sizes:
-        n_rows *= size
+    described = tuple(
+        (stride[time_dim], row_strides, stride[n_axes] if len(stride) > n_axes else 0)
+        for stride, row_strides in zip(strides, zip(*columns, strict=True), strict=True)
+    )
+    return tuple(sizes), math.prod(sizes), described
 
-    described = iter(zip(strides, zip(*columns, strict=True), strict=True))
+
+def describe(shape: torch.Size, time_dim: int, groups: Iterable[tuple[Any, ...]]) -> Layout:
+    """Describe the tensors in `groups` (of `shape`, of `shape` without its time axis, or with an action axis appended)
+    by as few batch axes as they allow. Whatever is no tensor becomes None."""
+    groups = tuple(groups)
+    strides: list[tuple[int, ...]] = []
+    for group in groups:
+        for source in group:
+            _each_tensor(source, lambda x: strides.append(x.stride()))
+    sizes, n_rows, described = _collapsed(shape, time_dim, tuple(strides))
+    remaining = iter(described)
 
     def operand(x: torch.Tensor) -> Operand:
-        stride, row_strides = next(described)
-        return Operand(x, stride[time_dim], row_strides, stride[n_axes] if len(stride) > n_axes else 0)
+        return Operand(x, *next(remaining))
 
-    operands = tuple(tuple(_each_tensor(source, operand) for source in group) for group in groups)
-    return Layout(tuple(sizes), n_rows, shape[time_dim], operands)
+    operands = tuple(tuple([_each_tensor(source, operand) for source in group]) for group in groups)
+    return Layout(sizes, n_rows, shape[time_dim], operands)

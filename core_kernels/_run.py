@@ -14,6 +14,17 @@ from rl_triton._algorithm import Algorithm, Expectation, Problem
 _VALUED = ("last_values", "bootstrap_values", "next_values")
 
 
+def result_dtype(promoting: Iterable[torch.Tensor | None], boundary: Any) -> torch.dtype:
+    """The dtype of the results: promotion over `promoting` and the values in the boundary."""
+    valued = (getattr(boundary, name, None) for name in _VALUED)
+    return _checks.result_dtype((*promoting, *(x.values if isinstance(x, Expectation) else x for x in valued)))
+
+
+def arithmetic_of(dtype: torch.dtype) -> torch.dtype:
+    """What results of a dtype are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def estimate(
     algorithm: Algorithm,
     time_dim: int,
@@ -43,12 +54,12 @@ def estimate(
     read = {**inputs, **boundary._asdict(), **factors, **(also_read or {})}
     read |= {f"{carry_name}[{i}]" if carry[1] is not None else carry_name: x for i, x in enumerate(carry)}
     device = _checks.same_device(op, read.items())
-    valued = (getattr(boundary, name, None) for name in _VALUED)
-    valued = (x.values if isinstance(x, Expectation) else x for x in valued)
-    dtype = _checks.result_dtype((*promoting, *valued))
+    dtype = result_dtype(promoting, boundary)
     outputs = _checks.outputs(op, out, names, like, dtype, read.items())
+    if _checks.READS_DATA:
+        _checks.data(op, inputs, boundary)
 
-    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+    arithmetic = arithmetic_of(dtype)
     final: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if return_carry:
         rows = (*like.shape[:time_dim], *like.shape[time_dim + 1 :])

@@ -18,8 +18,3 @@ def clipped(x: Any, bar: Any) -> Any:
 def one(x: Any) -> Any:
     """1, in the dtype of x."""
     return type(x)(1)
-
-
-def complement(x: Any) -> Any:
-    """1 - x, in the dtype of x."""
-    return type(x)(1) - x

@@ -396,3 +396,36 @@ def test_words_of_the_forward_ops():
             function(torch.zeros(4, 5, 2), done)
         with pytest.raises(ValueError, match=r"initial has shape \[4\], but needs one entry per row, shape \[4, 3\]"):
             function(ACTIONS, done, initial=ROWS)
+
+
+def test_data_is_looked_at_on_demand(monkeypatch):
+    nan = X.clone()
+    nan[2, 3] = float("nan")
+    flags = X.clone()
+    flags[1, 4] = 2
+    valid = torch.ones_like(X)
+    probs = torch.ones_like(ACTIONS)
+    given = RETRACE | {"policy_probs": probs, "behavior_probs": probs, "actions": X.long()}
+
+    def calls():
+        yield (
+            lambda: rlt.gae(**arguments(rewards=nan)),
+            "gae: rewards holds NaN in steps that count: 1 of 24, the first at",
+        )
+        yield lambda: rlt.gae(**arguments(terminated=flags)), r"terminated holds numbers other than 0 and 1 .* \(1, 4\)"
+        yield lambda: rlt.gae(**arguments(valid=2 * valid)), "valid holds numbers other than 0 and 1"
+        yield lambda: rlt.retrace(**window(**given | {"actions": X.long() + 3})), r"indices outside 0\.\.2"
+        yield lambda: rlt.retrace(**window(**given | {"behavior_probs": 0 * probs})), "behavior_probs holds 0 for taken"
+        yield lambda: rlt.eligibility_traces(X, flags), "done holds numbers other than 0 and 1"
+
+    for call, words in calls():
+        if "indices" not in words:  # reading outside a table is not tried
+            call()
+    monkeypatch.setattr("rl_triton._checks.READS_DATA", True)
+    for call, words in calls():
+        with pytest.raises(ValueError, match=words):
+            call()
+    rlt.gae(**arguments())
+    valid[2, 3] = 0
+    rlt.gae(**arguments(rewards=nan, valid=valid))
+    rlt.retrace(**window(**given))

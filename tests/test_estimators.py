@@ -522,6 +522,16 @@ def test_ratios_out_of_range(backend):
     assert result.advantages.isnan().nonzero().tolist() == [[0, 2], [0, 3]]
 
 
+def test_behavior_probability_zero_is_an_infinite_ratio(backend):
+    """Clipped to its bar; 0/0 stays visible."""
+    x = torch.ones(1, 3, device=backend.device)
+    probs = {"policy_probs": torch.tensor([[0.5, 0.0, 0.5]], device=backend.device), "behavior_probs": x * 0}
+    result = rlt.retrace(x, 0 * x, 0 * x, expected_next_q=0 * x, gamma=0.5, **probs)
+    expected = torch.tensor([[NAN, 1.5, 1.0]]), torch.tensor([[1.75, NAN, 1.0]])
+    for actual, want in zip(result, expected, strict=True):
+        torch.testing.assert_close(actual.cpu(), want, equal_nan=True)
+
+
 def test_actions_of_probability_zero_are_not_read(backend):
     q = torch.tensor([[[1.0, NAN, 3.0], [INF, 2.0, -INF]]], device=backend.device)
     p = torch.tensor([[[0.5, 0.0, 0.5], [0.0, 1.0, 0.0]]], device=backend.device)

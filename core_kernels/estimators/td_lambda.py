@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl_triton import _checks, _run, _scalar
@@ -13,32 +14,28 @@ from rl_triton._triton import jit, tl
 from rl_triton.boundaries import check_successors
 from rl_triton.estimators import discounted
 
-# VARIANT: the last factor is 1-λ, subtracted in float64 on the host where λ is a float and in the kernel where it is a
-# tensor.
+# VARIANT: "floats" has the weight of v' as a factor of its own (see `_weight`); "tensors" forms it in the kernel.
 
 
 @jit
 def _coefficients(x, v_next, cut, factors, VARIANT: tl.constexpr):
-    reward = x[0]
     gamma, lambda_, decay = factors[0], factors[1], factors[2]
-    if VARIANT[0] == "float":
-        rest = factors[3]
+    if VARIANT[0] == "floats":
+        weight = factors[3]
     else:
-        rest = 1.0 - lambda_
-    v = tl.where(cut, v_next, scaled(rest, v_next))
-    return reward + scaled(gamma, v), decay
+        weight = gamma * (1.0 - lambda_)
+    return x[0] + scaled(tl.where(cut, gamma, weight), v_next), decay
 
 
-def _coefficients_float(x, v_next, cut, factors):
-    gamma, _, decay, rest = factors
-    v = v_next if cut else _scalar.scaled(rest, v_next)
-    return x[0] + _scalar.scaled(gamma, v), decay
+def _coefficients_of_floats(x, v_next, cut, factors):
+    gamma, _, decay, weight = factors
+    return x[0] + _scalar.scaled(gamma if cut else weight, v_next), decay
 
 
-def _coefficients_tensor(x, v_next, cut, factors):
+def _coefficients_of_tensors(x, v_next, cut, factors):
     gamma, lambda_, decay = factors
-    v = v_next if cut else _scalar.scaled(_scalar.complement(lambda_), v_next)
-    return x[0] + _scalar.scaled(gamma, v), decay
+    weight = gamma * (_scalar.one(lambda_) - lambda_)
+    return x[0] + _scalar.scaled(gamma if cut else weight, v_next), decay
 
 
 _TD_LAMBDA = {
@@ -49,8 +46,20 @@ _TD_LAMBDA = {
         beyond=Forms(discounted._beyond, discounted._beyond_scalar),
         variant=(variant,),
     )
-    for variant, scalar in (("float", _coefficients_float), ("tensor", _coefficients_tensor))
+    for variant, scalar in (("floats", _coefficients_of_floats), ("tensors", _coefficients_of_tensors))
 }
+
+
+def _weight(gamma: float, lambda_: float, arithmetic: torch.dtype) -> float:
+    """The weight of v', γ (1-λ), but so that it takes up the rounding of γλ: constant values and no reward have the
+    fixed point γ (1-λ) V / (1 - γλ) in exact arithmetic, and keep it with the rounded γλ. Otherwise values far from
+    zero drift by that rounding, summed over the horizon."""
+    decay = gamma * lambda_
+    exact = gamma * (1.0 - lambda_)
+    if arithmetic == torch.float64 or not abs(decay) < 1.0:
+        return exact
+    rounded = float(np.float32(decay))
+    return exact * (1.0 - rounded) / (1.0 - decay)
 
 
 def td_lambda_returns(
@@ -136,12 +145,15 @@ def td_lambda_returns(
     )
     gamma = _checks.factor(op, "gamma", gamma, "rewards", rewards)
     lambda_ = _checks.factor(op, "lambda_", lambda_, "rewards", rewards)
-    decay = gamma * lambda_ if isinstance(gamma, float) and isinstance(lambda_, float) else None
-    factors = {"gamma": gamma, "lambda_": lambda_, "gamma * lambda_": decay}
-    if isinstance(lambda_, float):
-        factors["1 - lambda_"] = 1.0 - lambda_
+    factors: dict[str, Any] = {"gamma": gamma, "lambda_": lambda_, "gamma * lambda_": None}
+    promoting = (rewards, values)
+    variant = "tensors"
+    if isinstance(gamma, float) and isinstance(lambda_, float):
+        arithmetic = _run.arithmetic_of(_run.result_dtype(promoting, boundary))
+        factors |= {"gamma * lambda_": gamma * lambda_, "weight": _weight(gamma, lambda_, arithmetic)}
+        variant = "floats"
     outputs, (final, _) = _run.estimate(
-        _TD_LAMBDA["float" if isinstance(lambda_, float) else "tensor"],
+        _TD_LAMBDA[variant],
         axis,
         like=rewards,
         inputs={"rewards": rewards},
@@ -150,7 +162,7 @@ def td_lambda_returns(
         carry=(_run.check_carry(op, "carry", carry, "rewards", rewards, axis), None),
         return_carry=return_carry,
         out=out,
-        promoting=(rewards, values),
+        promoting=promoting,
         also_read={"values": values},
     )
     return (outputs[0], final) if return_carry else outputs[0]
