@@ -1,0 +1,401 @@
+"""What the CPU loops are made of: algorithms, operands and boundary rules, in the form that numba compiles.
+
+Each helper is a function that numba picks an implementation for by the types of its arguments: an absent operand costs
+nothing, a tuple of operands is unrolled, and an `Algorithm` or a boundary brings its own code. The type of an algorithm
+carries a digest of the source, so a loop stored on disk is never older than the code.
+
+An operand is (elements, row starts, row stride, time stride): element (o, i, t) of it, outer row o, inner row i, lies
+at starts[o] + i * row_stride + t * time_stride. One with an action axis goes on with the stride of that axis and the
+operand that it is read with.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import NativeValue, intrinsic, models, overload, register_jitable, register_model, unbox
+
+from rl_triton import _scalar, boundaries
+from rl_triton._algorithm import Algorithm
+
+AS_NUMPY = {"error_model": "numpy"}  # a division by zero is inf or NaN, no exception
+EDGE, VALID, ENDED = 0, 1, 2  # what follows a row: the window's edge, a valid row, a flag on a row that is not valid
+_SOURCES = (Path(__file__), Path(__file__).with_name("_cpu.py"), Path(_scalar.__file__))
+_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
+
+# ---------------------------------------------------------------------------------------------- algorithms as types
+
+
+class _AlgorithmType(types.Opaque):
+    """numba's type of an `Algorithm`: one loop is compiled for each, found again on disk by this name."""
+
+    def __init__(self, name: str, digest: str) -> None:
+        self.algorithm = name
+        super().__init__(name=f"rl_triton.Algorithm({name}, {digest}, {_DIGEST})")
+
+
+def _compiled(function: Any) -> Any:
+    """The function for numba, and with it the plain functions of this package that it calls."""
+    _make_jitable_callees(function)
+    return njit(**AS_NUMPY)(function)
+
+
+def _make_jitable_callees(function: Any) -> None:
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
+    for callee in (*named, *enclosed):
+        ours = isinstance(callee, FunctionType) and callee.__module__.startswith("rl_triton.estimators")
+        if ours and callee not in _jitable:
+            _jitable.add(callee)
+            _make_jitable_callees(callee)
+            register_jitable(**AS_NUMPY)(callee)
+
+
+_jitable: set[Any] = set()
+
+
+class _Tag:
+    """What stands for an algorithm in a call of the loop."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        direction = "" if algorithm.reverse else ", forward"
+        name = " ".join((algorithm.name, *algorithm.variant)) + direction
+        self._numba_type_ = _AlgorithmType(name, algorithm.digest)
+        self.has_target = algorithm.target is not None
+        self.coefficients = _compiled(algorithm.coefficients.scalar)
+        self.outputs = _compiled(algorithm.outputs.scalar)
+        self.beyond = _compiled(algorithm.beyond.scalar)
+        if algorithm.target is not None:
+            self.target = _compiled(algorithm.target.scalar)
+        _tags[self._numba_type_.algorithm] = self
+
+
+_tags: dict[str, _Tag] = {}
+tag_of = functools.cache(_Tag)
+register_model(_AlgorithmType)(models.OpaqueModel)
+
+
+@unbox(_AlgorithmType)
+def _unbox_algorithm(typ, obj, c):
+    return NativeValue(c.context.get_dummy_value())
+
+
+def coefficients_of(algorithm, x, v_next, cut, factors):
+    raise NotImplementedError("compiled only")
+
+
+def outputs_of(algorithm, x, state, ahead, factors):
+    raise NotImplementedError("compiled only")
+
+
+def beyond_of(algorithm, v, zero):
+    raise NotImplementedError("compiled only")
+
+
+@overload(coefficients_of)
+def _compile_coefficients(algorithm, x, v_next, cut, factors):
+    coefficients = _tags[algorithm.algorithm].coefficients
+    return lambda algorithm, x, v_next, cut, factors: coefficients(x, v_next, cut, factors)
+
+
+@overload(outputs_of)
+def _compile_outputs(algorithm, x, state, ahead, factors):
+    outputs = _tags[algorithm.algorithm].outputs
+    return lambda algorithm, x, state, ahead, factors: outputs(x, state, ahead, factors)
+
+
+def target_of(algorithm, x, v_next, cut, state_next, factors):
+    raise NotImplementedError("compiled only")
+
+
+@overload(target_of)
+def _compile_target(algorithm, x, v_next, cut, state_next, factors):
+    if not _tags[algorithm.algorithm].has_target:
+        return lambda algorithm, x, v_next, cut, state_next, factors: state_next
+    target = _tags[algorithm.algorithm].target
+    return lambda algorithm, x, v_next, cut, state_next, factors: target(x, v_next, cut, state_next, factors)
+
+
+@overload(beyond_of)
+def _compile_beyond(algorithm, v, zero):
+    beyond = _tags[algorithm.algorithm].beyond
+    return lambda algorithm, v, zero: beyond(v, zero)
+
+
+for _helper in (_scalar.scaled, _scalar.clipped):
+    register_jitable(_helper)
+
+
+@overload(_scalar.one)
+def _compile_one(x):
+    one = x
+    return lambda x: one(1)
+
+
+# ------------------------------------------------------------------------------------------------------ operands
+
+
+def load(operand, o, i, t, zero):
+    raise NotImplementedError("compiled only")
+
+
+def flag(operand, o, i, t):
+    raise NotImplementedError("compiled only")
+
+
+def load_each(operands, o, i, t, zero):
+    raise NotImplementedError("compiled only")
+
+
+def load_factors(operands, o, i, t, product):
+    raise NotImplementedError("compiled only")
+
+
+def store_each(operands, o, i, t, y):
+    raise NotImplementedError("compiled only")
+
+
+@intrinsic
+def _address(typing_context, array):
+    """The data pointer of an array: the loop then counts no references and checks no index."""
+
+    def codegen(context, builder, signature, arguments):
+        return context.make_array(signature.args[0])(context, builder, arguments[0]).data
+
+    return types.CPointer(array.dtype)(array), codegen
+
+
+def addressed(operand):
+    """Operands, in tuples of any depth, with addresses in place of arrays."""
+    raise NotImplementedError("compiled only")
+
+
+@overload(addressed)
+def _compile_addressed(operand):
+    if isinstance(operand, types.Array):
+        return lambda operand: _address(operand)
+    if isinstance(operand, types.BaseNamedTuple):
+        make = operand.instance_class
+        return lambda operand: make(*_addressed_each(operand))
+    if isinstance(operand, types.BaseTuple):
+        return lambda operand: _addressed_each(operand)
+    return lambda operand: operand
+
+
+def _addressed_each(operands):
+    raise NotImplementedError("compiled only")
+
+
+@overload(_addressed_each)
+def _compile_addressed_each(operands):
+    if len(operands) == 0:
+        return lambda operands: ()
+    return lambda operands: (addressed(operands[0]), *_addressed_each(operands[1:]))
+
+
+@njit(inline="always", **AS_NUMPY)
+def index(operand, o, i, t):
+    return operand[1][o] + i * operand[2] + t * operand[3]
+
+
+@overload(load)
+def _compile_load(operand, o, i, t, zero):
+    if isinstance(operand, types.NoneType):
+        return lambda operand, o, i, t, zero: zero
+    dtype = zero
+    if len(operand) == 4:
+        return lambda operand, o, i, t, zero: dtype(operand[0][index(operand, o, i, t)])
+
+    def taken(operand, o, i, t, zero):
+        action = np.int64(operand[5][0][index(operand[5], o, i, t)])
+        return dtype(operand[0][index(operand, o, i, t) + action * operand[4]])
+
+    def expectation(operand, o, i, t, zero):
+        probs = operand[5]
+        at, probs_at = index(operand, o, i, t), index(probs, o, i, t)
+        total = zero
+        for action in range(operand[6]):
+            p = dtype(probs[0][probs_at + action * probs[4]])
+            if p != 0:
+                total += p * dtype(operand[0][at + action * operand[4]])
+        return total
+
+    return taken if len(operand) == 6 else expectation
+
+
+@overload(flag)
+def _compile_flag(operand, o, i, t):
+    if isinstance(operand, types.NoneType):
+        return lambda operand, o, i, t: False
+    return lambda operand, o, i, t: operand[0][index(operand, o, i, t)] != 0
+
+
+@overload(load_each)
+def _compile_load_each(operands, o, i, t, zero):
+    if len(operands) == 1:
+        return lambda operands, o, i, t, zero: (load(operands[0], o, i, t, zero),)
+    return lambda operands, o, i, t, zero: (
+        load(operands[0], o, i, t, zero),
+        *load_each(operands[1:], o, i, t, zero),
+    )
+
+
+@overload(load_factors)
+def _compile_load_factors(operands, o, i, t, product):
+    """A missing factor is the product of those before it."""
+    if len(operands) == 0:
+        return lambda operands, o, i, t, product: ()
+    if isinstance(operands[0], types.NoneType):
+        return lambda operands, o, i, t, product: (product, *load_factors(operands[1:], o, i, t, product))
+
+    def load_first(operands, o, i, t, product):
+        factor = load(operands[0], o, i, t, product)
+        return (factor, *load_factors(operands[1:], o, i, t, product * factor))
+
+    return load_first
+
+
+@overload(store_each)
+def _compile_store_each(operands, o, i, t, y):
+    def store_one(operands, o, i, t, y):
+        operands[0][0][index(operands[0], o, i, t)] = y[0]
+
+    def store_all(operands, o, i, t, y):
+        operands[0][0][index(operands[0], o, i, t)] = y[0]
+        store_each(operands[1:], o, i, t, y[1:])
+
+    return store_one if len(operands) == 1 else store_all
+
+
+def store_zeros(operands, o, i, t, zero):
+    raise NotImplementedError("compiled only")
+
+
+@overload(store_zeros)
+def _compile_store_zeros(operands, o, i, t, zero):
+    def store_one(operands, o, i, t, zero):
+        operands[0][0][index(operands[0], o, i, t)] = zero
+
+    def store_all(operands, o, i, t, zero):
+        operands[0][0][index(operands[0], o, i, t)] = zero
+        store_zeros(operands[1:], o, i, t, zero)
+
+    return store_one if len(operands) == 1 else store_all
+
+
+# ------------------------------------------------------------------------------------- the boundary rules, one step
+
+
+def bound(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
+    """The rules of boundaries.py on row i at step t, given the kind and value of what follows it: whether the step is
+    valid and cut, V of its successor, V of the next valid row (of the successor at the edge), whether the step replaces
+    the state and by what value, and the kind and value that the next step of the walk will see. `shift` is 1 for start
+    flags."""
+    raise NotImplementedError("compiled only")
+
+
+def flagged_row(boundary, o, i, t, shift, at_edge, zero):
+    """Whether row t carries a flag, and V(s'_t) if so."""
+    raise NotImplementedError("compiled only")
+
+
+def _absent(boundary, name):
+    return isinstance(boundary.types[boundary.fields.index(name)], types.NoneType)
+
+
+@njit(inline="always", **AS_NUMPY)
+def _ended(boundary, o, i, t, shift, at_edge):
+    if at_edge:
+        return flag(boundary.last_done, o, i, 0)
+    return flag(boundary.terminated, o, i, t + shift)
+
+
+@overload(flagged_row)
+def _compile_flagged(boundary, o, i, t, shift, at_edge, zero):
+    if _absent(boundary, "truncated"):
+        return lambda boundary, o, i, t, shift, at_edge, zero: (_ended(boundary, o, i, t, shift, at_edge), zero)
+
+    def ended_or_cut(boundary, o, i, t, shift, at_edge, zero):
+        if _ended(boundary, o, i, t, shift, at_edge):
+            return True, zero
+        if flag(boundary.truncated, o, i, t):
+            return True, load(boundary.bootstrap_values, o, i, t, zero)
+        return False, zero
+
+    return ended_or_cut
+
+
+@overload(bound)
+def _compile_bound(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
+    if boundary.instance_class is boundaries.Unbounded:
+        return lambda boundary, o, i, t, shift, at_edge, kind, value, closed, zero: (
+            True, closed and at_edge, zero, zero, False, zero, kind, value,
+        )  # fmt: skip
+
+    if boundary.instance_class is boundaries.Resets:
+        without_valid = _absent(boundary, "valid")
+
+        def forward(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
+            cut = False
+            if shift == 1 or not at_edge:
+                cut = flag(boundary.done, o, i, t + shift - 1)
+            if without_valid or flag(boundary.valid, o, i, t):
+                return True, cut, zero, zero, False, zero, kind, value
+            return False, False, zero, zero, cut, zero, kind, value
+
+        return forward
+
+    has_next_values = not _absent(boundary, "next_values")
+
+    def without_gaps(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
+        flagged, flag_value = flagged_row(boundary, o, i, t, shift, at_edge, zero)
+        v_open = value
+        if has_next_values and not flagged:
+            v_open = load(boundary.next_values, o, i, t, zero)
+        v_next = flag_value if flagged else v_open
+        v_follow = v_open if at_edge else value
+        cut = flagged or (closed and at_edge)
+        return True, cut, v_next, v_follow, False, zero, kind, load(boundary.values, o, i, t, zero)
+
+    def with_gaps(boundary, o, i, t, shift, at_edge, kind, value, closed, zero):
+        flagged, flag_value = flagged_row(boundary, o, i, t, shift, at_edge, zero)
+        if not flag(boundary.valid, o, i, t):
+            if flagged:
+                return False, False, zero, zero, True, flag_value, ENDED, flag_value
+            return False, False, zero, zero, False, zero, kind, value
+        v_open = value
+        if has_next_values and not flagged and kind != ENDED:
+            v_open = load(boundary.next_values, o, i, t, zero)
+        v_next = flag_value if flagged else v_open
+        v_follow = v_open if kind == EDGE else value
+        cut = flagged or kind == ENDED or (closed and kind == EDGE)
+        return True, cut, v_next, v_follow, False, zero, VALID, load(boundary.values, o, i, t, zero)
+
+    return without_gaps if _absent(boundary, "valid") else with_gaps
+
+
+def is_valid(boundary, o, i, t):
+    raise NotImplementedError("compiled only")
+
+
+@overload(is_valid)
+def _compile_is_valid(boundary, o, i, t):
+    if _absent(boundary, "valid"):
+        return lambda boundary, o, i, t: True
+    return lambda boundary, o, i, t: flag(boundary.valid, o, i, t)
+
+
+def reads_next_values(boundary):
+    raise NotImplementedError("compiled only")
+
+
+@overload(reads_next_values)
+def _compile_has_next_values(boundary):
+    present = not _absent(boundary, "next_values")
+    return lambda boundary: present
