@@ -23,12 +23,6 @@ EXPECTATION = tl.constexpr(2) if tl is not None else 2
 
 
 @jit
-def apply(a, b, x):
-    """a + b x, where a zero b does not read x."""
-    return tl.where(b == 0.0, a, a + b * x)
-
-
-@jit
 def product(b, c):
     """b c, and 0 where and only where a factor is: the other factor, NaN or inf, is then not read, and a product that
     underflows is held at the smallest normal number. So NaN and inf reach all of their own episode, as they do in a
@@ -42,12 +36,30 @@ def product(b, c):
 
 
 @jit
-def compose(a_first, b_first, a_then, b_then):
-    """The map x -> a_first + b_first x, followed by x -> a_then + b_then x.
+def apply(a, a_low, b, x, x_low):
+    """(a + a_low) + b (x + x_low), as a sum of the same form; a zero b does not read x.
+
+    The low parts hold what rounding took from the high ones: Knuth's TwoSum, and the product's error by a fused
+    multiply-add. A scan rounds each result a few times more than a loop does, once a level of its tree; with the low
+    parts it rounds less.
+    """
+    p = b * x
+    high = a + p
+    moved = high - a
+    low = ((a - (high - moved)) + (p - moved)) + tl.fma(b, x, -p)
+    low = low + (a_low + b * x_low)
+    low = tl.where(high - high == 0, low, 0.0)  # NaN and inf have no low part
+    return tl.where(b == 0, a, high), tl.where(b == 0, a_low, low)
+
+
+@jit
+def compose(a_first, low_first, b_first, a_then, low_then, b_then):
+    """The map x -> a_first + b_first x, followed by x -> a_then + b_then x, the addends with their low parts.
 
     A zero factor selects: whatever lies beyond it, NaN and inf too, is not read.
     """
-    return apply(a_then, b_then, a_first), product(b_then, b_first)
+    a, low = apply(a_then, low_then, b_then, a_first, low_first)
+    return a, low, product(b_then, b_first)
 
 
 @jit
@@ -201,6 +213,7 @@ def scan_kernel(
     else:
         state_beyond = load_row(initial[0], sizes, rows, row_mask, DIMS, DTYPE)
     target_beyond = load_row(initial[1], sizes, rows, row_mask, DIMS, DTYPE)
+    low_beyond = tl.zeros_like(state_beyond)
     kind_beyond = tl.where(row_mask, 0, 0)
     value_beyond = edge_value
 
@@ -242,13 +255,14 @@ def scan_kernel(
         # A row that is no transition passes the state on; one that carries a flag replaces it.
         a = tl.where(step_mask, a, tl.where(reset, BEYOND(reset_value), 0.0))
         b = tl.where(step_mask, b, tl.where(reset, 0.0, 1.0))
-        a, b = tl.associative_scan((a, b), 1, compose, reverse=REVERSE)
-        state = apply(a, b, state_beyond)
+        a, low, b = tl.associative_scan((a, tl.zeros_like(a), b), 1, compose, reverse=REVERSE)
+        high, low = apply(a, low, b, state_beyond, low_beyond)
+        state = high + low
 
         state_next = state
         target_next = state
         if LOOKAHEAD >= 1:
-            state_next = following(state, state_beyond, column, TIME)
+            state_next = following(state, state_beyond + low_beyond, column, TIME)
         if LOOKAHEAD >= 2:
             target = TARGET(x, v_next, cut, state_next, f, VARIANT)
             if HAS_GAPS:
@@ -260,13 +274,14 @@ def scan_kernel(
                 target = tl.where(step_mask, target, target_beyond)
             target_next = following(target, target_beyond, column, TIME)
             target_beyond = pick(target, exit_column)
-        state_beyond = pick(state, exit_column)
+        state_beyond = pick(high, exit_column)
+        low_beyond = pick(low, exit_column)
 
         y = OUTPUTS(x, state, (v_next, v_follow, cut, state_next, target_next), f, VARIANT)
         for i in tl.static_range(N_OUTPUTS):
             tl.store(address(outputs[i], sizes, rows, t, DIMS), tl.where(valid, y[i], 0.0), mask=mask)
 
     if final[0] is not None:
-        tl.store(address(final[0], sizes, rows, 0, DIMS), state_beyond, mask=row_mask)
+        tl.store(address(final[0], sizes, rows, 0, DIMS), state_beyond + low_beyond, mask=row_mask)
     if final[1] is not None:
         tl.store(address(final[1], sizes, rows, 0, DIMS), target_beyond, mask=row_mask)

@@ -14,7 +14,8 @@ def assert_result(actual, expected, dtype, name="result"):
     """Within a few roundings of the float64 oracle, relative to the size of the results; 16-bit results are rounded
     once more when stored."""
     assert actual.dtype == dtype, (name, actual.dtype)
-    assert_close(actual, expected, max_error=128 * EPS[dtype], name=name)
+    bound = 128 * EPS[dtype]
+    assert_close(actual, expected, max_error=bound, rms_error=bound, name=name)
 
 
 def restride(x: torch.Tensor, order: list[int], step: int) -> torch.Tensor:
