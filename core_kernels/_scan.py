@@ -36,30 +36,33 @@ def product(b, c):
 
 
 @jit
-def apply(a, a_low, b, x, x_low):
-    """(a + a_low) + b (x + x_low), as a sum of the same form; a zero b does not read x.
+def apply(a, a_low, b, b_low, x, x_low):
+    """(a + a_low) + (b + b_low) (x + x_low), as a sum of the same form; a zero b does not read x.
 
     The low parts hold what rounding took from the high ones: Knuth's TwoSum, and the product's error by a fused
-    multiply-add. A scan rounds each result a few times more than a loop does, once a level of its tree; with the low
-    parts it rounds less.
+    multiply-add. A scan rounds each result a few times more than a loop does, once a level of its tree, and rounds the
+    powers of a constant factor in the same direction in every tile; with the low parts it does neither.
     """
     p = b * x
     high = a + p
     moved = high - a
     low = ((a - (high - moved)) + (p - moved)) + tl.fma(b, x, -p)
-    low = low + (a_low + b * x_low)
+    low = low + (a_low + (b * x_low + b_low * x))
     low = tl.where(high - high == 0, low, 0.0)  # NaN and inf have no low part
     return tl.where(b == 0, a, high), tl.where(b == 0, a_low, low)
 
 
 @jit
-def compose(a_first, low_first, b_first, a_then, low_then, b_then):
-    """The map x -> a_first + b_first x, followed by x -> a_then + b_then x, the addends with their low parts.
+def compose(a_first, a_first_low, b_first, b_first_low, a_then, a_then_low, b_then, b_then_low):
+    """The map x -> a_first + b_first x, followed by x -> a_then + b_then x, each number with its low part.
 
     A zero factor selects: whatever lies beyond it, NaN and inf too, is not read.
     """
-    a, low = apply(a_then, low_then, b_then, a_first, low_first)
-    return a, low, product(b_then, b_first)
+    a, a_low = apply(a_then, a_then_low, b_then, b_then_low, a_first, a_first_low)
+    b = product(b_then, b_first)
+    b_low = tl.fma(b_then, b_first, -b) + (b_then * b_first_low + b_then_low * b_first)
+    b_low = tl.where((b == 0) | (b - b != 0), 0.0, b_low)
+    return a, a_low, b, b_low
 
 
 @jit
@@ -255,8 +258,9 @@ def scan_kernel(
         # A row that is no transition passes the state on; one that carries a flag replaces it.
         a = tl.where(step_mask, a, tl.where(reset, BEYOND(reset_value), 0.0))
         b = tl.where(step_mask, b, tl.where(reset, 0.0, 1.0))
-        a, low, b = tl.associative_scan((a, tl.zeros_like(a), b), 1, compose, reverse=REVERSE)
-        high, low = apply(a, low, b, state_beyond, low_beyond)
+        exact = tl.zeros_like(a)
+        a, a_low, b, b_low = tl.associative_scan((a, exact, b, exact), 1, compose, reverse=REVERSE)
+        high, low = apply(a, a_low, b, b_low, state_beyond, low_beyond)
         state = high + low
 
         state_next = state
