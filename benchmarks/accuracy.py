@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 import rl_triton as rlt
-from benchmarks.provenance import ROOT, append, provenance, stored
+from benchmarks.provenance import ROOT, append, digest, provenance, stored
 from rl_triton import reference
 
 VALUES_AT = (0.0, 10.0, 1000.0)
@@ -128,6 +128,7 @@ def errors(actual: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def measure(device: str) -> Iterator[dict[str, Any]]:
+    """A row for each op, result, dtype, layout and T."""
     backend = "triton" if torch.device(device).type == "cuda" else "cpu"
     units = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
     total = len(DTYPES) * len(STEPS) * len(OPS)
@@ -199,8 +200,13 @@ def table() -> str:
         figures = [max(row[k] for row in rows) for k in ("max_error", "loop_max_error", "rms_error", "loop_rms_error")]
         share = max(row["worst_share_of_limit"] for row in rows)
         lines.append("| " + " | ".join([*key, *(f"{x:.2g}" for x in figures), f"{share:.2f}"]) + " |")
-    machines = sorted({f"{row['backend']}: {row['machine']}, torch {row['torch']}" for row in latest.values()})
-    lines += ["", "Measured on " + "; ".join(machines) + "."]
+    lines.append("")
+    current = digest()
+    for row in {row["backend"]: row for row in latest.values()}.values():
+        state = "the code as it stands" if row["digest"] == current else f"earlier code, digest {row['digest']}"
+        lines.append(f"- {row['backend']}: {row['machine']}, torch {row['torch']}, {row['date']}, {state}.")
+    over = sum(not row["worst_share_of_limit"] <= 1.0 for row in latest.values())
+    lines += ["", f"{over} of {len(latest)} measurements are over the limit."]
     return "\n".join(lines) + "\n"
 
 
@@ -212,13 +218,15 @@ def main() -> int:
     if args.table:
         (ROOT / "docs" / "accuracy.md").write_text(table())
         return 0
-    rows = list(measure(args.device))
-    path = append("accuracy", rows)
+    rows = []
+    for row in measure(args.device):
+        append("accuracy", [row])  # at once: a run that is cut short keeps what it has measured
+        rows.append(row)
     over = [row for row in rows if not row["worst_share_of_limit"] <= 1.0]
     for row in sorted(over, key=lambda row: -row["worst_share_of_limit"])[:20]:
         print("over the limit:", {k: row[k] for k in ("op", "result", "dtype", "layout", "T", "worst_share_of_limit")},
               row["worst_at"])  # fmt: skip
-    print(f"{len(rows)} rows in {path}; {len(over)} over the limit")
+    print(f"{len(rows)} rows measured; {len(over)} over the limit")
     return 1 if over else 0
 
 

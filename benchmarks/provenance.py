@@ -54,14 +54,13 @@ def provenance(device: str) -> dict[str, Any]:
     }
 
 
-def append(name: str, rows: list[dict[str, Any]]) -> Path:
+def append(name: str, rows: list[dict[str, Any]]) -> None:
     """Add rows to benchmarks/results/NAME.jsonl."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.jsonl"
     with path.open("a") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
-    return path
 
 
 def stored(name: str) -> list[dict[str, Any]]:
