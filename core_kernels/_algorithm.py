@@ -53,7 +53,9 @@ class Algorithm:
     lookahead: int = 0
     reverse: bool = True
     variant: tuple[str, ...] = ()
-    """Which of several forms of the equations: a constant of the kernel forms; the scalar forms are made for it."""
+    """Which of several forms of the equations; the scalar forms are made for it."""
+    code: int = 0
+    """The variant as the kernel forms know it (a tuple of strings is no constant in every Triton version)."""
 
     @functools.cached_property
     def digest(self) -> str:

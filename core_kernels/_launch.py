@@ -12,26 +12,35 @@ from typing import Any
 
 import torch
 
-from rl_triton import _scan, _window, boundaries
+from rl_triton import _scan, _tile, _window, boundaries
 from rl_triton._algorithm import Expectation, Problem, Taken
-from rl_triton._layout import Operand, describe
+from rl_triton._layout import Layout, Operand, describe
 from rl_triton._triton import interpreted, tl, triton
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Shape of the work of one program: `rows` x `time` is the tile that is scanned at once, both powers of two."""
+    """Shape of the work of one program: `rows` rows, walked in tiles of `chunks` chunks of `steps` steps. `axis` is
+    that of the chunks in a tile: 1 where a row's steps are neighbours in memory, 0 where a step's rows are. With
+    `prefetch` a tile is loaded while the one before it is worked on."""
 
     rows: int
-    time: int
+    chunks: int
+    steps: int
+    axis: int = 1
     num_warps: int = 4
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("rows", "time", "num_warps"):
+        for name in ("rows", "chunks", "steps", "num_warps"):
             size = getattr(self, name)
             if size < 1 or size & (size - 1):
                 raise ValueError(f"LaunchConfig: {name} must be a power of two, got {size}")
+        if self.axis == 1 and self.steps > 16:
+            raise ValueError(f"LaunchConfig: a chunk along axis 1 has 16 steps at most, got {self.steps}")
 
+
+_OVERHANG = 1 << 16  # more than a tile is long or wide
 
 _forced: ContextVar[LaunchConfig | None] = ContextVar("rl_triton_launch_config", default=None)
 
@@ -52,18 +61,21 @@ def _power_of_two_at_least(n: int) -> int:
 
 @functools.cache
 def choose(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
-    """A pure function of the problem's shape. Rows are packed into one tile when they are short; a long row is walked
-    in tiles, larger ones when few rows are there to fill the device. `rows_adjacent`: neighbours in memory are
-    neighbouring rows ([T, N] layout), so a tile must be wide in rows for its loads to coalesce."""
+    """A pure function of the problem's shape. `rows_adjacent`: neighbours in memory are neighbouring rows ([T, N]
+    layout), so a warp is as wide as its rows; else as wide as its steps, over several rows where these are short."""
     if rows_adjacent:
-        time = min(_power_of_two_at_least(n_steps), 32)
         rows = min(_power_of_two_at_least(n_rows), 32)
-        return LaunchConfig(rows, time, num_warps=4)
-    if n_rows < 512 and n_steps > 1024:
-        return LaunchConfig(1, 1024, num_warps=4)
-    time = min(_power_of_two_at_least(n_steps), 128)
-    rows = min(_power_of_two_at_least(n_rows), max(1, 512 // time))
-    return LaunchConfig(rows, time, num_warps=1)
+        steps = min(_power_of_two_at_least(n_steps), 8)
+        if n_rows >= 16384:
+            return LaunchConfig(rows, 1, steps, axis=0, num_warps=1)
+        chunks = min(_power_of_two_at_least(n_steps // steps), 16)
+        return LaunchConfig(rows, chunks, steps, axis=0, num_warps=chunks)
+    steps = min(_power_of_two_at_least(n_steps), 8 if n_steps > 128 else 4)
+    chunks = _power_of_two_at_least(-(-n_steps // steps))
+    if n_rows < 512 and chunks > 128:
+        return LaunchConfig(1, min(chunks, 512), steps, num_warps=min(chunks, 512) // 32)
+    chunks = min(chunks, 32)
+    return LaunchConfig(min(_power_of_two_at_least(n_rows), 32 // chunks), chunks, steps, num_warps=1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,50 +110,84 @@ def _argument(source: Any) -> Any:
 
 
 def _kind(source: Any) -> int:
-    kinds: dict[type, Any] = {Taken: _scan.TAKEN, Expectation: _scan.EXPECTATION}
-    return kinds.get(type(source), _scan.PLAIN).value
+    kinds: dict[type, Any] = {Taken: _tile.TAKEN, Expectation: _tile.EXPECTATION}
+    return kinds.get(type(source), _tile.PLAIN).value
+
+
+def _reach(layout: Layout) -> int:
+    """An upper bound of every index and of every offset that is read. (Where a tile hangs over, offsets may wrap.)"""
+
+    def of(source: Any) -> int:
+        if isinstance(source, Operand):
+            x = source.tensor
+            return sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+        return sum(map(of, source)) if source is not None else 0
+
+    return max(layout.n_rows + layout.n_steps + _OVERHANG, *(of(x) for group in layout.groups for x in group))
+
+
+def _shared_with_inputs(problem: Problem) -> int:
+    """Which input of the scan the boundary's `values` are, so that they are loaded once; -1: none."""
+    values = getattr(problem.boundary, "values", None)
+    if values is None or problem.window is not None:
+        return -1
+    return next((i for i, x in enumerate(problem.inputs) if x is values), -1)
 
 
 def run(problem: Problem) -> None:
     """Launch the scan on the current stream of the tensors' device. Fills `problem.outputs` and `problem.final`."""
     algorithm, bounds = problem.algorithm, problem.boundary
+    shared = _shared_with_inputs(problem)
+    # `valid` concerns the skeleton too, and has a place of its own.
+    rules = [x for name, x in bounds._asdict().items() if name not in ("valid", "start")]
+    if shared >= 0:
+        rules[_VALUES_SLOT] = None
     layout = describe(
         problem.shape,
         problem.time_dim,
-        (problem.inputs, problem.factors, tuple(bounds), problem.initial, problem.outputs, problem.final),
+        (problem.inputs, problem.factors, tuple(rules), problem.initial, problem.outputs, problem.final, (bounds.valid,)),
     )
-    inputs, factors, boundary, initial, outputs, final = (tuple(map(_argument, group)) for group in layout.groups)
+    *groups, (valid,) = (tuple(map(_argument, group)) for group in layout.groups)
+    inputs, factors, boundary, initial, outputs, final = groups
     factors = tuple(
         (operand, _float_parts(f) if isinstance(f, float) else None)
         for operand, f in zip(factors, problem.factors, strict=True)
     )
     first = layout.groups[4][0]
-    config = _forced.get() or choose(
-        layout.n_rows, layout.n_steps, rows_adjacent=first.row_strides[0] == 1 and first.time_stride != 1
-    )
-    boundary = (*boundary, None)  # a constant at the end, for the same reason as in `_argument`
+    rows_adjacent = first.row_strides[0] == 1 and first.time_stride != 1
+    config = _forced.get() or choose(layout.n_rows, layout.n_steps, rows_adjacent)
     extent = (layout.sizes, layout.n_rows, layout.n_steps)
     constants = {
         "START": bounds.start,
         "DIMS": len(layout.sizes),
         "DTYPE": tl.float64 if problem.dtype == torch.float64 else tl.float32,
+        "INDEX": tl.int32 if _reach(layout) < 2**31 else tl.int64,
         "ROWS": config.rows,
-        "TIME": config.time,
         "num_warps": config.num_warps,
         # Contraction would make the bits depend on the launch configuration and on the Triton version.
         "enable_fp_fusion": False,
     }
+    # Triton forgets constants in the inner tuples of a tuple, and all of a tuple of tuples of one kind, unless a
+    # constant of its own follows them.
+    inputs, factors, boundary, initial, outputs, final = (
+        (*group, None) for group in (inputs, factors, boundary, initial, outputs, final)
+    )
+    fetch_kernel, rules_kernel = _BOUNDARY_KERNELS[type(bounds)]
     blocks = triton.cdiv(layout.n_rows, config.rows)
     device = problem.outputs[0].device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         if problem.window is not None:
-            blocks *= triton.cdiv(layout.n_steps, config.time)
-            _window.window_kernel[(blocks,)](inputs, factors, boundary, outputs, *extent, problem.window, **constants)
+            time = config.chunks * config.steps
+            blocks *= triton.cdiv(layout.n_steps, time)
+            _window.window_kernel[(blocks,)](
+                inputs, factors, boundary, valid, outputs, *extent, problem.window, TIME=time, **constants
+            )
             return
         _scan.scan_kernel[(blocks,)](
             inputs,
             factors,
             boundary,
+            valid,
             initial,
             outputs,
             final,
@@ -150,16 +196,21 @@ def run(problem: Problem) -> None:
             TARGET=None if algorithm.target is None else algorithm.target.kernel,
             OUTPUTS=algorithm.outputs.kernel,
             BEYOND=algorithm.beyond.kernel,
-            BOUNDARY=_BOUNDARY_KERNELS[type(bounds)],
-            VARIANT=algorithm.variant,
+            BOUNDARY=rules_kernel,
+            FETCH_BOUNDARY=fetch_kernel,
+            VARIANT=algorithm.code,
             LOOKAHEAD=algorithm.lookahead,
             REVERSE=algorithm.reverse,
-            HAS_GAPS=bounds.valid is not None,
-            INPUT_KINDS=tuple(map(_kind, problem.inputs)),
+            INPUT_KINDS=sum(_kind(x) * 3**i for i, x in enumerate(problem.inputs)),
             NEXT_KIND=_kind(getattr(bounds, "next_values", None)),
-            N_INPUTS=len(inputs),
-            N_FACTORS=len(factors),
-            N_OUTPUTS=len(outputs),
+            VALUES=shared,
+            N_INPUTS=len(problem.inputs),
+            N_FACTORS=len(problem.factors),
+            N_OUTPUTS=len(problem.outputs),
+            CHUNKS=config.chunks,
+            STEPS=config.steps,
+            AXIS=config.axis,
+            PREFETCH=config.prefetch,
             **constants,
         )
 
@@ -169,8 +220,9 @@ def interpreting() -> bool:
     return interpreted(_scan.scan_kernel)
 
 
+_VALUES_SLOT = 5  # of `values` among the fields of `Successors`, which is also its place in the kernel's boundary
 _BOUNDARY_KERNELS = {
-    boundaries.Resets: boundaries.resets,
-    boundaries.Successors: boundaries.successors,
-    boundaries.Unbounded: boundaries.unbounded,
+    boundaries.Resets: (boundaries.fetch_resets, boundaries.resets),
+    boundaries.Successors: (boundaries.fetch_successors, boundaries.successors),
+    boundaries.Unbounded: (boundaries.fetch_nothing, boundaries.unbounded),
 }

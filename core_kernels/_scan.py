@@ -1,25 +1,29 @@
 """The scan skeleton: one Triton kernel for every estimator.
 
-A program takes ROWS rows and walks their time axis tile by tile, in the direction of the scan. Within a tile the
-affine maps of the steps are composed by an associative scan; between tiles one state per row is carried. Every input
-is read from device memory once and every output written once; what lies between stays in registers.
-
-Shapes in comments: R = ROWS, K = TIME. A tile is [R, K]; `rows` is [R, 1], `t` is [1, K].
-
-A tensor reaches the kernel as an operand (pointer, time stride, row strides...): row strides run over the DIMS batch
-axes that are left after collapsing, innermost first, as `sizes` does. A tensor with an action axis has one more stride,
-and behind it the tensor that it is read with: `TAKEN` (table, actions), `EXPECTATION` (values, probabilities, number of
-actions). Strides and offsets are in elements and int64.
+A program takes R rows and walks their time axis tile by tile, in the direction of the scan. In a tile each thread
+composes the affine maps of its chunk of steps; the maps of the chunks are composed by an associative scan; that gives
+the state on entering each chunk, from where a thread walks its chunk as a plain loop would. Between tiles one state per
+row is carried. Every input is read from device memory once and every output written once; what lies between stays in
+registers. With one chunk a tile there is nothing to compose, and the kernel is a plain loop a thread.
 """
 
 from __future__ import annotations
 
+from rl_triton._tile import (
+    PLAIN,
+    address,
+    at_step,
+    load,
+    load_factors,
+    load_flags,
+    load_row,
+    load_steps,
+    picked,
+    steps_from,
+    store_steps,
+    upcoming,
+)
 from rl_triton._triton import jit, tl
-
-# What an operand is: a tensor, one entry of its action axis, or a sum over it.
-PLAIN = tl.constexpr(0) if tl is not None else 0
-TAKEN = tl.constexpr(1) if tl is not None else 1
-EXPECTATION = tl.constexpr(2) if tl is not None else 2
 
 
 @jit
@@ -28,11 +32,20 @@ def product(b, c):
     underflows is held at the smallest normal number. So NaN and inf reach all of their own episode, as they do in a
     plain loop, however long it is, and nothing beyond."""
     p = b * c
+    # An underflow leaves a signed zero: its bits and those of the smallest normal number are that number, signed.
     if p.dtype == tl.float64:
-        tiny = tl.where((b < 0) == (c < 0), 2.3e-308, -2.3e-308)
+        tiny = (p.to(tl.int64, bitcast=True) | 0x0010000000000000).to(tl.float64, bitcast=True)
     else:
-        tiny = tl.where((b < 0) == (c < 0), 1.2e-38, -1.2e-38)
+        tiny = (p.to(tl.int32, bitcast=True) | 0x00800000).to(tl.float32, bitcast=True)
     return tl.where((b == 0) | (c == 0), 0.0, tl.where(p == 0, tiny, p))
+
+
+@jit
+def product_with_low(b, b_low, c, c_low):
+    """(b + b_low) (c + c_low), as a sum of the same form: the product's error comes from a fused multiply-add."""
+    p = product(b, c)
+    low = tl.fma(b, c, -p) + (b * c_low + b_low * c)
+    return p, tl.where((p == 0) | (p - p != 0), 0.0, low)  # NaN and inf have no low part
 
 
 @jit
@@ -59,117 +72,108 @@ def compose(a_first, a_first_low, b_first, b_first_low, a_then, a_then_low, b_th
     A zero factor selects: whatever lies beyond it, NaN and inf too, is not read.
     """
     a, a_low = apply(a_then, a_then_low, b_then, b_then_low, a_first, a_first_low)
-    b = product(b_then, b_first)
-    b_low = tl.fma(b_then, b_first, -b) + (b_then * b_first_low + b_then_low * b_first)
-    b_low = tl.where((b == 0) | (b - b != 0), 0.0, b_low)
+    b, b_low = product_with_low(b_then, b_then_low, b_first, b_first_low)
     return a, a_low, b, b_low
 
 
 @jit
-def scaled(factor, x):
-    """factor * x, where a zero factor does not read x (0 * inf never appears)."""
-    return tl.where(factor == 0.0, 0.0, factor * x)
+def step(a, b, x):
+    """a + b x as a plain loop rounds it; a zero b does not read x."""
+    return tl.where(b == 0, a, a + b * x)
 
 
 @jit
-def clipped(x, bar):
-    """min(x, bar), but NaN stays visible."""
-    return tl.where(x > bar, bar, x)
+def entering(
+    a,
+    b,
+    state_beyond,
+    low_beyond,
+    chunk,
+    REVERSE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+):
+    """The state on entering each chunk, and the state (with its low part) that the next tile will see."""
+    FIRST: tl.constexpr = STEPS - 1 if REVERSE else 0
+    BEHIND: tl.constexpr = -1 if REVERSE else STEPS
+    FORWARD: tl.constexpr = -1 if REVERSE else 1
+    chunk_a, chunk_b = a[FIRST], b[FIRST]
+    b_low = tl.zeros_like(chunk_b)
+    for s in tl.static_range(FIRST + FORWARD, BEHIND, FORWARD):
+        chunk_a = step(a[s], b[s], chunk_a)
+        chunk_b, b_low = product_with_low(b[s], tl.zeros_like(b_low), chunk_b, b_low)
 
+    # Along the lanes of a warp Triton mirrors a reversed scan at some 40 shuffles; mirrored here it takes 3.
+    MIRRORED: tl.constexpr = REVERSE and AXIS == 1
+    place = chunk
+    if MIRRORED:
+        place = CHUNKS - 1 - chunk
+        chunk_a, chunk_b, b_low = picked(chunk_a, place, 1), picked(chunk_b, place, 1), picked(b_low, place, 1)
+    chunk_a, a_low, chunk_b, b_low = tl.associative_scan(
+        (chunk_a, tl.zeros_like(chunk_a), chunk_b, b_low), AXIS, compose, reverse=REVERSE and AXIS == 0
+    )
+    high, low = apply(chunk_a, a_low, chunk_b, b_low, state_beyond, low_beyond)
 
-@jit
-def address(operand, sizes, rows, t, DIMS: tl.constexpr, BASE: tl.constexpr = 0):
-    """[R, K] pointers to the elements at (rows, t) of the tensor that begins at BASE in an operand."""
-    offset = t * operand[BASE + 1]
-    rest = rows
-    for d in tl.static_range(DIMS):
-        if d == DIMS - 1:
-            offset += rest * operand[BASE + 2 + d]
-        else:
-            offset += (rest % sizes[d]) * operand[BASE + 2 + d]
-            rest = rest // sizes[d]
-    return operand[BASE] + offset
-
-
-@jit
-def load_flag(operand, sizes, rows, t, mask, DIMS: tl.constexpr):
-    """[R, K] booleans: nonzero, in whatever dtype the flags are stored."""
-    return tl.load(address(operand, sizes, rows, t, DIMS), mask=mask, other=0) != 0
-
-
-@jit
-def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr = PLAIN):
-    """[R, K] elements at (rows, t) in the arithmetic dtype; 0 where the mask is off.
-
-    An expectation is reduced action by action: no tile has an action axis.
-    """
-    pointers = address(operand, sizes, rows, t, DIMS)
-    if KIND == PLAIN:
-        loaded = tl.load(pointers, mask=mask, other=0).to(DTYPE)
-    elif KIND == TAKEN:
-        actions = address(operand, sizes, rows, t, DIMS, 3 + DIMS)
-        action = tl.load(actions, mask=mask, other=0).to(tl.int64)
-        loaded = tl.load(pointers + action * operand[2 + DIMS], mask=mask, other=0).to(DTYPE)
+    # In scan order a chunk enters with what the one before it left. `place` is where its own result stands.
+    if REVERSE and AXIS == 0:
+        outermost = chunk == CHUNKS - 1
+        before = chunk + 1
+        innermost = chunk * 0
     else:
-        probs = address(operand, sizes, rows, t, DIMS, 3 + DIMS)
-        loaded = tl.where(mask, 0.0, 0.0).to(DTYPE)
-        for action in range(operand[6 + 2 * DIMS]):
-            p = tl.load(probs + action * operand[5 + 2 * DIMS], mask=mask, other=0).to(DTYPE)
-            q = tl.load(pointers + action * operand[2 + DIMS], mask=mask, other=0).to(DTYPE)
-            loaded += scaled(p, q)
-    return loaded
+        outermost = place == 0
+        before = place - 1
+        innermost = chunk * 0 + (CHUNKS - 1)
+    entry = picked(high + low, tl.where(outermost, place, before), AXIS)
+    entry = tl.where(outermost, state_beyond + low_beyond, entry)
+    return entry, picked(high, innermost, AXIS), picked(low, innermost, AXIS)
 
 
 @jit
-def load_row(operand, sizes, rows, row_mask, DIMS: tl.constexpr, DTYPE: tl.constexpr):
-    """[R, 1] elements of a per-row operand; 0 where it is absent."""
-    if operand is not None:
-        value = tl.load(address(operand, sizes, rows, 0, DIMS), mask=row_mask, other=0).to(DTYPE)
+def fetch(
+    inputs,
+    factors,
+    boundary,
+    valid_flags,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    T,
+    FETCH_BOUNDARY: tl.constexpr,
+    START: tl.constexpr,
+    INPUT_KINDS: tl.constexpr,
+    VALUES: tl.constexpr,
+    N_INPUTS: tl.constexpr,
+    N_FACTORS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """What the tile at `start` needs from memory: the tiles of the inputs, of the factors, of `valid`, and whatever the
+    boundary rules read without a condition."""
+    t = steps_from(start, CHUNKS, STEPS, AXIS)
+    valid = ()
+    if valid_flags is not None:
+        valid = load_flags(valid_flags, sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
     else:
-        value = tl.where(row_mask, 0.0, 0.0).to(DTYPE)
-    return value
-
-
-@jit
-def load_factors(factors, sizes, rows, t, mask, N: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr):
-    """Each factor as a scalar or a tile: (None, parts) is a float, (operand, None) a tensor, (None, None) the product
-    of the factors before it. Triton passes Python floats as float32, so a float64 comes in three parts."""
-    loaded = ()
-    product = tl.full([1, 1], 1.0, DTYPE)
-    for i in tl.static_range(N):
-        operand = factors[i][0]
-        parts = factors[i][1]
-        if operand is not None:
-            factor = load(operand, sizes, rows, t, mask, DIMS, DTYPE)
-        elif parts is not None:
-            factor = tl.zeros([1, 1], DTYPE) + parts[0]
-            if tl.float64 == DTYPE:
-                factor = factor + parts[1] + parts[2]
+        for s in tl.static_range(STEPS):
+            valid = valid + (row_mask & (t + s < T),)
+    x = ()
+    for i in tl.static_range(N_INPUTS):
+        if (INPUT_KINDS // 3**i) % 3 == PLAIN:
+            x = x + load_steps(inputs[i], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
         else:
-            factor = product
-        product = product * factor
-        loaded = loaded + (factor,)
-    return loaded
-
-
-@jit
-def pick(tile, chosen):
-    """[R, 1]: the element of each row that `chosen` marks, by selection, so that other elements may be NaN."""
-    return tl.sum(tl.where(chosen, tile, 0), axis=1, keep_dims=True)
-
-
-@jit
-def following(tile, beyond, column, TIME: tl.constexpr):
-    """[R, K]: each column's neighbour one step later; `beyond` for the last."""
-    last = column == TIME - 1
-    neighbour = tl.broadcast_to(tl.where(last, column, column + 1), tile.shape)
-    return tl.where(last, beyond, tl.gather(tile, neighbour, 1))
-
-
-@jit
-def _later(known_first, x_first, known_then, x_then):
-    """A row that has no x of its own passes on that of the row after it."""
-    return known_first | known_then, tl.where(known_then != 0, x_then, x_first)
+            for s in tl.static_range(STEPS):
+                x = x + (load(inputs[i], sizes, rows, t + s, valid[s], DIMS, DTYPE, (INPUT_KINDS // 3**i) % 3),)
+    f = load_factors(factors, sizes, rows, row_mask, start, T, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE)
+    bounds = FETCH_BOUNDARY(
+        boundary, inputs, x, sizes, rows, row_mask, start, T, START, VALUES, ROWS, CHUNKS, STEPS, AXIS, DIMS
+    )
+    return valid, x, f, bounds
 
 
 @jit
@@ -177,6 +181,7 @@ def scan_kernel(
     inputs,
     factors,
     boundary,
+    valid_flags,
     initial,
     outputs,
     final,
@@ -188,104 +193,177 @@ def scan_kernel(
     OUTPUTS: tl.constexpr,
     BEYOND: tl.constexpr,
     BOUNDARY: tl.constexpr,
+    FETCH_BOUNDARY: tl.constexpr,
     VARIANT: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
     REVERSE: tl.constexpr,
-    HAS_GAPS: tl.constexpr,
     START: tl.constexpr,
     INPUT_KINDS: tl.constexpr,
     NEXT_KIND: tl.constexpr,
+    VALUES: tl.constexpr,
     N_INPUTS: tl.constexpr,
     N_FACTORS: tl.constexpr,
     N_OUTPUTS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    INDEX: tl.constexpr,
     ROWS: tl.constexpr,
-    TIME: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
-    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    rows = tl.program_id(0).to(INDEX) * ROWS + tl.expand_dims(tl.arange(0, ROWS), AXIS)
     row_mask = rows < n_rows
-    column = tl.arange(0, TIME)[None, :]
-    exit_column = column == (0 if REVERSE else TIME - 1)
+    chunk = tl.expand_dims(tl.arange(0, CHUNKS), 1 - AXIS)
+    tile_mask = row_mask & (chunk >= 0)
+    FIRST: tl.constexpr = STEPS - 1 if REVERSE else 0
+    BEHIND: tl.constexpr = -1 if REVERSE else STEPS
+    FORWARD: tl.constexpr = -1 if REVERSE else 1
 
-    # What a step sees beyond the window: the state, and (for `BOUNDARY`) the value and kind of the edge.
-    edge_value = load_row(boundary[0], sizes, rows, row_mask, DIMS, DTYPE)
+    # What a step sees beyond the window: the state, and (for `BOUNDARY`) the value and kind of the edge. As tiles, the
+    # same in every chunk.
+    edge_value = load_row(boundary[0], sizes, rows, tile_mask, DIMS, DTYPE)
     CLOSED: tl.constexpr = initial[0] is None
     if CLOSED:
         state_beyond = BEYOND(edge_value)
     else:
-        state_beyond = load_row(initial[0], sizes, rows, row_mask, DIMS, DTYPE)
-    target_beyond = load_row(initial[1], sizes, rows, row_mask, DIMS, DTYPE)
+        state_beyond = load_row(initial[0], sizes, rows, tile_mask, DIMS, DTYPE)
+    target_beyond = load_row(initial[1], sizes, rows, tile_mask, DIMS, DTYPE)
     low_beyond = tl.zeros_like(state_beyond)
-    kind_beyond = tl.where(row_mask, 0, 0)
+    kind_beyond = tl.where(tile_mask, 0, 0)
     value_beyond = edge_value
 
-    n_tiles = tl.cdiv(T, TIME)
+    n_tiles = tl.cdiv(T, CHUNKS * STEPS)
+    SPAN: tl.constexpr = CHUNKS * STEPS
+    start = tl.zeros([], INDEX)
+    if REVERSE:
+        start = (n_tiles - 1).to(INDEX) * SPAN
+    if PREFETCH:
+        valid, x, f, bounds = fetch(
+            inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, START,
+            INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
+        )  # fmt: skip
     for k in range(n_tiles):
-        if REVERSE:
-            tile = n_tiles - 1 - k
-        else:
-            tile = k
-        t = column + tile.to(tl.int64) * TIME
-        mask = row_mask & (t < T)
+        if not PREFETCH:
+            valid, x, f, bounds = fetch(
+                inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, START,
+                INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
+            )  # fmt: skip
+        t = steps_from(start, CHUNKS, STEPS, AXIS)
+        numbers = ()
+        for i in tl.static_range(N_INPUTS * STEPS):
+            numbers = numbers + (x[i].to(DTYPE),)
 
-        valid, cut, v_next, v_follow, reset, reset_value, kind_beyond, value_beyond = BOUNDARY(
+        cut, v_next, v_follow, reset, reset_value, kind_beyond, value_beyond = BOUNDARY(
             boundary,
+            bounds,
+            numbers,
+            valid,
             kind_beyond,
             value_beyond,
             sizes,
             rows,
             row_mask,
-            t,
-            mask,
-            exit_column,
+            start,
+            chunk,
             T,
+            valid_flags is not None,
             CLOSED,
             REVERSE,
             START,
             NEXT_KIND,
+            VALUES,
+            ROWS,
+            CHUNKS,
+            STEPS,
+            AXIS,
             DIMS,
             DTYPE,
         )
-        step_mask = mask & valid
-        x = ()
-        for i in tl.static_range(N_INPUTS):
-            x = x + (load(inputs[i], sizes, rows, t, step_mask, DIMS, DTYPE, INPUT_KINDS[i]),)
-        f = load_factors(factors, sizes, rows, t, step_mask, N_FACTORS, DIMS, DTYPE)
 
-        a, b = COEFFICIENTS(x, v_next, cut, f, VARIANT)
-        b = tl.where(cut, 0.0, b)
-        # A row that is no transition passes the state on; one that carries a flag replaces it.
-        a = tl.where(step_mask, a, tl.where(reset, BEYOND(reset_value), 0.0))
-        b = tl.where(step_mask, b, tl.where(reset, 0.0, 1.0))
-        exact = tl.zeros_like(a)
-        a, a_low, b, b_low = tl.associative_scan((a, exact, b, exact), 1, compose, reverse=REVERSE)
-        high, low = apply(a, a_low, b, b_low, state_beyond, low_beyond)
-        state = high + low
-
-        state_next = state
-        target_next = state
-        if LOOKAHEAD >= 1:
-            state_next = following(state, state_beyond + low_beyond, column, TIME)
-        if LOOKAHEAD >= 2:
-            target = TARGET(x, v_next, cut, state_next, f, VARIANT)
-            if HAS_GAPS:
-                known = (step_mask | reset).to(tl.int32)
-                target = tl.where(step_mask, target, reset_value)
-                known, target = tl.associative_scan((known, target), 1, _later, reverse=True)
-                target = tl.where(known != 0, target, target_beyond)
+        a = ()
+        b = ()
+        for s in tl.static_range(STEPS):
+            mask = row_mask & (t + s < T)
+            x_s, f_s = at_step(numbers, s, N_INPUTS, STEPS), at_step(f, s, N_FACTORS, STEPS)
+            a_s, b_s = COEFFICIENTS(x_s, v_next[s], cut[s], f_s, VARIANT)
+            b_s = tl.where(cut[s], 0.0, b_s)
+            # A row that is no transition passes the state on; one that carries a flag replaces it.
+            if valid_flags is not None:
+                a_s = tl.where(valid[s], a_s, tl.where(reset[s], BEYOND(reset_value[s]), 0.0))
+                b_s = tl.where(valid[s], b_s, tl.where(reset[s], 0.0, 1.0))
             else:
-                target = tl.where(step_mask, target, target_beyond)
-            target_next = following(target, target_beyond, column, TIME)
-            target_beyond = pick(target, exit_column)
-        state_beyond = pick(high, exit_column)
-        low_beyond = pick(low, exit_column)
+                a_s = tl.where(mask, a_s, 0.0)
+                b_s = tl.where(mask, b_s, 1.0)
+            a = a + (a_s,)
+            b = b + (b_s,)
 
-        y = OUTPUTS(x, state, (v_next, v_follow, cut, state_next, target_next), f, VARIANT)
+        entry = state_beyond
+        if CHUNKS > 1:
+            entry, state_beyond, low_beyond = entering(
+                a, b, state_beyond, low_beyond, chunk, REVERSE, CHUNKS, STEPS, AXIS
+            )
+        state = ()
+        state_next = ()
+        for s in tl.static_range(FIRST, BEHIND, FORWARD):
+            left = step(a[s], b[s], entry)
+            if REVERSE:
+                state = (left,) + state
+                state_next = (entry,) + state_next
+            else:
+                state = state + (left,)
+                state_next = state_next + (entry,)
+            entry = left
+        if CHUNKS == 1:
+            state_beyond = entry
+
+        target_next = state
+        if LOOKAHEAD >= 2:
+            known = ()
+            target = ()
+            for s in tl.static_range(STEPS):
+                x_s, f_s = at_step(numbers, s, N_INPUTS, STEPS), at_step(f, s, N_FACTORS, STEPS)
+                target_s = TARGET(x_s, v_next[s], cut[s], state_next[s], f_s, VARIANT)
+                known_s = valid[s]
+                if valid_flags is not None:
+                    target_s = tl.where(known_s, target_s, reset_value[s])
+                    known_s = known_s | reset[s]
+                known = known + (known_s,)
+                target = target + (target_s,)
+            target_next, target_beyond = upcoming(known, target, target_beyond, chunk, CHUNKS, STEPS, AXIS)
+
+        results = ()
+        for s in tl.static_range(STEPS):
+            x_s, f_s = at_step(numbers, s, N_INPUTS, STEPS), at_step(f, s, N_FACTORS, STEPS)
+            ahead = (v_next[s], v_follow[s], cut[s], state_next[s], target_next[s])
+            results = results + (OUTPUTS(x_s, state[s], ahead, f_s, VARIANT),)
         for i in tl.static_range(N_OUTPUTS):
-            tl.store(address(outputs[i], sizes, rows, t, DIMS), tl.where(valid, y[i], 0.0), mask=mask)
+            y = ()
+            for s in tl.static_range(STEPS):
+                y_s = results[s][i]
+                if valid_flags is not None:
+                    y_s = tl.where(valid[s], y_s, 0.0)
+                y = y + (y_s,)
+            store_steps(outputs[i], y, sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
 
+        if REVERSE:
+            start -= SPAN
+        else:
+            start += SPAN
+        if PREFETCH:
+            # Here, and not where it is needed: else the compiler moves each load down to its use, and a thread waits
+            # for memory at every step, not once a tile.
+            more = row_mask & (rows * 0 + k + 1 < n_tiles)
+            valid, x, f, bounds = fetch(
+                inputs, factors, boundary, valid_flags, sizes, rows, more, start, T, FETCH_BOUNDARY, START,
+                INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
+            )  # fmt: skip
+
+    once = tile_mask & (chunk == 0)
     if final[0] is not None:
-        tl.store(address(final[0], sizes, rows, 0, DIMS), state_beyond + low_beyond, mask=row_mask)
+        pointers = address(final[0], sizes, rows, chunk * 0, DIMS)
+        tl.store(pointers, state_beyond + low_beyond, mask=once)
     if final[1] is not None:
-        tl.store(address(final[1], sizes, rows, 0, DIMS), target_beyond, mask=row_mask)
+        pointers = address(final[1], sizes, rows, chunk * 0, DIMS)
+        tl.store(pointers, target_beyond, mask=once)

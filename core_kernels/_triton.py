@@ -20,9 +20,14 @@ except ImportError:
         return fn
 
 
+def constant(x: Any) -> Any:
+    """A module's constant, in the form that kernels can read."""
+    return x if tl is None else tl.constexpr(x)
+
+
 def interpreted(kernel: Any) -> bool:
     """Whether `kernel` runs in Triton's interpreter (TRITON_INTERPRET=1 was set before triton was imported)."""
     return triton is not None and not isinstance(kernel, triton.runtime.jit.JITFunction)
 
 
-__all__ = ["interpreted", "jit", "tl", "triton"]
+__all__ = ["constant", "interpreted", "jit", "tl", "triton"]

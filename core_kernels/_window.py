@@ -7,9 +7,24 @@ n operations a step.
 
 from __future__ import annotations
 
-from rl_triton._scan import PLAIN, address, load, load_factors, load_flag, load_row, product, scaled
+from rl_triton._scan import product
+from rl_triton._tile import PLAIN, address, float_factor, load, load_flag, load_row, scaled
 from rl_triton._triton import jit, tl
-from rl_triton.boundaries import flagged_rows
+from rl_triton.boundaries import flagged
+
+
+@jit
+def _flagged_at(boundary, sizes, rows, row_mask, t, T, START: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr):
+    """Whether row t carries a flag, and V(s'_t) if so."""
+    if START:
+        ended = load_flag(boundary[1], sizes, rows, t + 1, row_mask & (t + 1 < T), DIMS)
+        ended = ended | load_flag(boundary[6], sizes, rows, t, row_mask & (t + 1 == T), DIMS)
+    else:
+        ended = load_flag(boundary[1], sizes, rows, t, row_mask & (t < T), DIMS)
+    truncated = ended
+    if boundary[2] is not None:
+        truncated = load_flag(boundary[2], sizes, rows, t, row_mask & (t < T), DIMS)
+    return flagged(boundary, ended, truncated, sizes, rows, t, PLAIN, DIMS, DTYPE)
 
 
 @jit
@@ -17,6 +32,7 @@ def window_kernel(
     inputs,
     factors,
     boundary,
+    valid_flags,
     outputs,
     sizes,
     n_rows,
@@ -25,17 +41,17 @@ def window_kernel(
     START: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    INDEX: tl.constexpr,
     ROWS: tl.constexpr,
     TIME: tl.constexpr,
 ):
     """G[t] = Σ_{k<m} γ^k r[t+k] + γ^m V(what m steps lead to), m = n or less where a cut or the edge comes first."""
-    last_values, terminated, truncated, bootstrap_values, next_values, values, valid_flags, last_done, _ = boundary
     blocks = tl.cdiv(T, TIME)
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(INDEX)
     rows = (program // blocks * ROWS + tl.arange(0, ROWS))[:, None]
     t = (program % blocks * TIME + tl.arange(0, TIME))[None, :]
     row_mask = rows < n_rows
-    edge_value = load_row(last_values, sizes, rows, row_mask, DIMS, DTYPE)
+    edge_value = load_row(boundary[0], sizes, rows, row_mask, DIMS, DTYPE)
 
     mask = row_mask & (t < T)
     active = mask
@@ -51,8 +67,8 @@ def window_kernel(
         if valid_flags is not None:
             stepping = active & load_flag(valid_flags, sizes, rows, ahead, active, DIMS)
         arrived = stepping & (count == n)
-        if next_values is None:
-            v = load(values, sizes, rows, ahead, arrived, DIMS, DTYPE)
+        if boundary[4] is None:
+            v = load(boundary[5], sizes, rows, ahead, arrived, DIMS, DTYPE)
         else:
             v = v_beyond
         total += tl.where(arrived, scaled(discount, v), 0.0)
@@ -60,16 +76,19 @@ def window_kernel(
         stepping = stepping & (arrived == 0)
 
         reward = load(inputs[0], sizes, rows, ahead, stepping, DIMS, DTYPE)
-        gamma = load_factors(factors, sizes, rows, ahead, stepping, 1, DIMS, DTYPE)[0]
+        if factors[0][0] is not None:
+            gamma = load(factors[0][0], sizes, rows, ahead, stepping, DIMS, DTYPE)
+        else:
+            gamma = float_factor(factors[0][1], DTYPE)
         total += tl.where(stepping, scaled(discount, reward), 0.0)
         discount = tl.where(stepping, product(discount, gamma), discount)
         count += stepping.to(tl.int32)
-        if next_values is not None:
-            v_beyond = tl.where(stepping, load(next_values, sizes, rows, ahead, stepping, DIMS, DTYPE), v_beyond)
+        if boundary[4] is not None:
+            v_beyond = tl.where(stepping, load(boundary[4], sizes, rows, ahead, stepping, DIMS, DTYPE), v_beyond)
 
-        flagged, value = flagged_rows(boundary, sizes, rows, row_mask, ahead, T, START, PLAIN, DIMS, DTYPE)
-        total += tl.where(active & flagged, scaled(discount, value), 0.0)
-        active = active & (flagged == 0)
+        carries, value = _flagged_at(boundary, sizes, rows, row_mask, ahead, T, START, DIMS, DTYPE)
+        total += tl.where(active & carries, scaled(discount, value), 0.0)
+        active = active & (carries == 0)
         at_edge = active & (ahead == T - 1)
         total += tl.where(at_edge, scaled(discount, v_beyond), 0.0)
         active = active & (at_edge == 0)

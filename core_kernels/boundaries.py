@@ -31,8 +31,8 @@ import torch
 
 from rl_triton import _checks
 from rl_triton._algorithm import Expectation
-from rl_triton._scan import load, load_flag, pick
-from rl_triton._triton import jit, tl
+from rl_triton._tile import address, load, load_flag, load_steps, steps_from, upcoming
+from rl_triton._triton import constant, jit, tl
 
 
 class Successors(NamedTuple):
@@ -77,41 +77,23 @@ class Unbounded(NamedTuple):
 
 
 # Kinds of what follows a row: the window's edge, a valid row, or a flag on a row that is no transition.
-_EDGE = tl.constexpr(0) if tl is not None else 0
-_VALID = tl.constexpr(1) if tl is not None else 1
-_ENDED = tl.constexpr(2) if tl is not None else 2
+_EDGE, _VALID, _ENDED = map(constant, range(3))
 
 
 @jit
-def flagged_rows(
-    boundary,
-    sizes,
-    rows,
-    row_mask,
-    t,
-    T,
-    START: tl.constexpr,
-    NEXT_KIND: tl.constexpr,
-    DIMS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Whether row t carries a flag, and V(s'_t) if so: 0 where terminated, its bootstrap where truncated."""
-    last_values, terminated, truncated, bootstrap_values, next_values, values, valid, last_done, _ = boundary
-    if not START:
-        ended = load_flag(terminated, sizes, rows, t, row_mask & (t < T), DIMS)
-    else:
-        started_after = load_flag(terminated, sizes, rows, t + 1, row_mask & (t + 1 < T), DIMS)
-        ended = started_after | load_flag(last_done, sizes, rows, t, row_mask & (t + 1 == T), DIMS)
-    if truncated is not None:
-        cut_short = load_flag(truncated, sizes, rows, t, row_mask & (t < T), DIMS) & (ended == 0)
-        if bootstrap_values is not None:
-            value = load(bootstrap_values, sizes, rows, t, cut_short, DIMS, DTYPE)
+def flagged(boundary, ended, truncated, sizes, rows, t, NEXT_KIND: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr):
+    """Whether row t carries a flag, and V(s'_t) if so: 0 where it ended, its bootstrap where it was only truncated."""
+    if boundary[2] is not None:
+        cut_short = truncated & (ended == 0)
+        if boundary[3] is not None:
+            value = load(boundary[3], sizes, rows, t, cut_short, DIMS, DTYPE)
         else:
-            value = load(next_values, sizes, rows, t, cut_short, DIMS, DTYPE, NEXT_KIND)
-        ended = ended | cut_short
+            value = load(boundary[4], sizes, rows, t, cut_short, DIMS, DTYPE, NEXT_KIND)
+        carries = ended | cut_short
     else:
         value = tl.where(ended, 0.0, 0.0).to(DTYPE)
-    return ended, value
+        carries = ended
+    return carries, value
 
 
 @jit
@@ -122,138 +104,289 @@ def _latest(kind_first, value_first, kind_then, value_then):
 
 
 @jit
+def fetch_successors(
+    boundary,
+    inputs,
+    x,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    T,
+    START: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """The flags; V(s_t), which as a rule is an input; and V and the start flag of the step after each chunk."""
+    t = steps_from(start, CHUNKS, STEPS, AXIS)
+    past = row_mask & (t + STEPS < T)
+    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    if START:
+        tiles = tiles + (tl.load(address(boundary[1], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
+    if boundary[2] is not None:
+        tiles = tiles + load_steps(boundary[2], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    if VALUES >= 0:
+        tiles = tiles + (tl.load(address(inputs[VALUES], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
+    elif boundary[5] is not None:
+        tiles = tiles + (tl.load(address(boundary[5], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
+        tiles = tiles + load_steps(boundary[5], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    return tiles
+
+
+@jit
 def successors(
     boundary,
+    fetched,
+    numbers,
+    valid,
     kind_beyond,
     value_beyond,
     sizes,
     rows,
     row_mask,
-    t,
-    mask,
-    exit_column,
+    start,
+    chunk,
     T,
+    HAS_GAPS: tl.constexpr,
     CLOSED: tl.constexpr,
     REVERSE: tl.constexpr,
     START: tl.constexpr,
     NEXT_KIND: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """The boundary rules on one tile.
 
-    Returns, as tiles: valid; cut; v_next, the value v' of the successor; v_follow, V of the next valid row (v_next at
-    the edge); reset and reset_value, the invalid rows that carry a flag and what lies beyond them; and, one per row,
-    the kind and value that the tile before will see.
+    Returns, as a tile for each step of a chunk: cut; v_next, the value v' of the successor; v_follow, V of the next
+    valid row (v_next at the edge); reset and reset_value, the invalid rows that carry a flag and what lies beyond them;
+    and, one per row, the kind and value that the tile before will see.
     CLOSED: nothing is scanned in from beyond the edge, so the edge cuts.
     """
-    last_values, terminated, truncated, bootstrap_values, next_values, values, valid_flags, last_done, _ = boundary
-    flagged, flag_value = flagged_rows(boundary, sizes, rows, row_mask, t, T, START, NEXT_KIND, DIMS, DTYPE)
-    inside = row_mask & (t + 1 < T)
-
-    if valid_flags is None:
-        valid = mask
-        at_edge = t == T - 1
-        v_follow = tl.where(at_edge & mask, value_beyond, 0.0)
-        if values is not None:
-            v_follow = tl.where(at_edge, value_beyond, load(values, sizes, rows, t + 1, inside, DIMS, DTYPE))
-        cut = flagged
-        reset = flagged & (t < 0)
+    TRUNCATED: tl.constexpr = STEPS + 1 if START else STEPS
+    AFTER: tl.constexpr = TRUNCATED + STEPS if boundary[2] is not None else TRUNCATED
+    t = steps_from(start, CHUNKS, STEPS, AXIS)
+    ended = ()
+    if START:  # the flag of the next row, or that of the window's edge, ends a row
+        last = load_flag(boundary[6], sizes, rows, tl.where(row_mask, 0, 0), row_mask, DIMS)
+        for s in tl.static_range(STEPS):
+            ended = ended + ((fetched[s + 1] != 0) | (last & (t + s == T - 1)),)
     else:
-        valid = load_flag(valid_flags, sizes, rows, t, mask, DIMS)
-        valid_after = load_flag(valid_flags, sizes, rows, t + 1, inside, DIMS)
-        flagged_after, value_after = flagged_rows(
-            boundary, sizes, rows, row_mask, t + 1, T, START, NEXT_KIND, DIMS, DTYPE
-        )
-        kind = tl.where(valid_after, _VALID, tl.where(flagged_after, _ENDED, _EDGE))
-        if values is not None:
-            v_after = load(values, sizes, rows, t + 1, inside & valid_after, DIMS, DTYPE)
-            value_after = tl.where(valid_after, v_after, value_after)
-        kind, value = tl.associative_scan((kind, value_after), 1, _latest, reverse=True)
-        value = tl.where(kind == _EDGE, value_beyond, value)
-        kind = tl.where(kind == _EDGE, kind_beyond, kind)
-        kind_beyond = pick(kind, exit_column)
-        value_beyond = pick(value, exit_column)
-        at_edge = kind == _EDGE
-        v_follow = value
-        cut = flagged | (kind == _ENDED)
-        reset = flagged & mask & (valid == 0)
+        for s in tl.static_range(STEPS):
+            ended = ended + (fetched[s] != 0,)
+    truncated = ended
+    if boundary[2] is not None:
+        truncated = ()
+        for s in tl.static_range(STEPS):
+            truncated = truncated + (fetched[TRUNCATED + s] != 0,)
+    carries = ()
+    flag_value = ()
+    for s in tl.static_range(STEPS):
+        carries_s, value_s = flagged(boundary, ended[s], truncated[s], sizes, rows, t + s, NEXT_KIND, DIMS, DTYPE)
+        carries = carries + (carries_s,)
+        flag_value = flag_value + (value_s,)
 
-    v_open = v_follow
-    if next_values is not None:
-        v_open = tl.where(cut, v_open, load(next_values, sizes, rows, t, mask & (cut == 0), DIMS, DTYPE, NEXT_KIND))
-        v_follow = tl.where(at_edge, v_open, v_follow)
-    v_next = tl.where(flagged, flag_value, v_open)
-    if CLOSED:
-        cut = cut | at_edge
-    return valid, cut, v_next, v_follow, reset, flag_value, kind_beyond, value_beyond
+    # V(s_t), and behind the last that of the step after the chunk.
+    own = ()
+    for s in tl.static_range(STEPS):
+        if VALUES >= 0:
+            own = own + (numbers[VALUES * STEPS + s],)
+        elif boundary[5] is not None:
+            own = own + (fetched[AFTER + 1 + s].to(DTYPE),)
+        else:
+            own = own + (flag_value[s],)  # nobody reads it
+    if VALUES >= 0 or boundary[5] is not None:
+        own = own + (fetched[AFTER].to(DTYPE),)
+    else:
+        own = own + (flag_value[0],)
+
+    at_edge = ()
+    v_follow = ()
+    ended_after = carries
+    if HAS_GAPS:
+        said_kind = ()
+        said_value = ()
+        known = ()
+        for s in tl.static_range(STEPS):
+            said_kind = said_kind + (tl.where(valid[s], _VALID, _ENDED),)
+            said_value = said_value + (tl.where(valid[s], own[s], flag_value[s]),)
+            known = known + (valid[s] | carries[s],)
+        kinds, kind_beyond = upcoming(known, said_kind, kind_beyond, chunk, CHUNKS, STEPS, AXIS)
+        v_follow, value_beyond = upcoming(known, said_value, value_beyond, chunk, CHUNKS, STEPS, AXIS)
+        for s in tl.static_range(STEPS):
+            at_edge = at_edge + (kinds[s] == _EDGE,)
+        ended_after = ()
+        for s in tl.static_range(STEPS):
+            ended_after = ended_after + (kinds[s] == _ENDED,)
+    else:
+        for s in tl.static_range(STEPS):
+            at_edge_s = t + s == T - 1
+            at_edge = at_edge + (at_edge_s,)
+            v_follow = v_follow + (tl.where(at_edge_s, value_beyond, own[s + 1]),)
+
+    cut = ()
+    v_next = ()
+    follow = ()
+    reset = ()
+    for s in tl.static_range(STEPS):
+        cut_s = carries[s]
+        if HAS_GAPS:
+            cut_s = cut_s | ended_after[s]
+        v_open = v_follow[s]
+        v_follow_s = v_open
+        if boundary[4] is not None:
+            successor = load(boundary[4], sizes, rows, t + s, valid[s] & (cut_s == 0), DIMS, DTYPE, NEXT_KIND)
+            v_open = tl.where(cut_s, v_open, successor)
+            v_follow_s = tl.where(at_edge[s], v_open, v_follow_s)
+        follow = follow + (v_follow_s,)
+        v_next = v_next + (tl.where(carries[s], flag_value[s], v_open),)
+        reset = reset + (carries[s] & (valid[s] == 0),)
+        if CLOSED:
+            cut_s = cut_s | at_edge[s]
+        cut = cut + (cut_s,)
+    return cut, v_next, follow, reset, flag_value, kind_beyond, value_beyond
+
+
+@jit
+def fetch_resets(
+    boundary,
+    inputs,
+    x,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    T,
+    START: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """The flags, and with end flags that of the step before each chunk."""
+    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    if not START:
+        before = steps_from(start, CHUNKS, STEPS, AXIS) - 1
+        mask = row_mask & (before >= 0) & (before < T)
+        tiles = tiles + (tl.load(address(boundary[1], sizes, rows, before, DIMS), mask=mask, other=0),)
+    return tiles
 
 
 @jit
 def resets(
     boundary,
+    fetched,
+    numbers,
+    valid,
     kind_beyond,
     value_beyond,
     sizes,
     rows,
     row_mask,
-    t,
-    mask,
-    exit_column,
+    start,
+    chunk,
     T,
+    HAS_GAPS: tl.constexpr,
     CLOSED: tl.constexpr,
     REVERSE: tl.constexpr,
     START: tl.constexpr,
     NEXT_KIND: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """The boundary rules of a scan that runs forward: a flag resets the state before the step after it ("end" flags)
     or before its own step ("start" flags), on rows that are no transition too."""
-    last_values, done, valid_flags, start, _ = boundary
-    if START:
-        cut = load_flag(done, sizes, rows, t, mask, DIMS)
-    else:
-        cut = load_flag(done, sizes, rows, t - 1, mask & (t > 0), DIMS)
-    if valid_flags is None:
-        valid = mask
-        reset = mask & (t < 0)
-    else:
-        valid = load_flag(valid_flags, sizes, rows, t, mask, DIMS)
-        reset = cut & mask & (valid == 0)
-    nothing = tl.where(mask, 0.0, 0.0).to(DTYPE)
-    return valid, cut, nothing, nothing, reset, nothing, kind_beyond, value_beyond
+    cut = ()
+    for s in tl.static_range(STEPS):
+        if START or s > 0:
+            cut = cut + (fetched[s if START else s - 1] != 0,)
+        else:
+            cut = cut + (fetched[STEPS] != 0,)
+    reset = ()
+    nothing = ()
+    for s in tl.static_range(STEPS):
+        reset = reset + (cut[s] & (valid[s] == 0),)
+        nothing = nothing + (tl.zeros_like(numbers[s]),)
+    return cut, nothing, nothing, reset, nothing, kind_beyond, value_beyond
+
+
+@jit
+def fetch_nothing(
+    boundary,
+    inputs,
+    x,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    T,
+    START: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """No boundary, no flags. (A tuple of no tiles is more than some versions of Triton can carry in a loop.)"""
+    return (x[0],)
 
 
 @jit
 def unbounded(
     boundary,
+    fetched,
+    numbers,
+    valid,
     kind_beyond,
     value_beyond,
     sizes,
     rows,
     row_mask,
-    t,
-    mask,
-    exit_column,
+    start,
+    chunk,
     T,
+    HAS_GAPS: tl.constexpr,
     CLOSED: tl.constexpr,
     REVERSE: tl.constexpr,
     START: tl.constexpr,
     NEXT_KIND: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """No boundaries but the edge of the window, where a scan without an initial state begins."""
-    nothing = tl.where(mask, 0.0, 0.0).to(DTYPE)
-    never = mask & (t < 0)
-    cut = never
-    if CLOSED:
-        if REVERSE:
-            cut = mask & (t == T - 1)
-        else:
-            cut = mask & (t == 0)
-    return mask, cut, nothing, nothing, never, nothing, kind_beyond, value_beyond
+    t = steps_from(start, CHUNKS, STEPS, AXIS)
+    cut = ()
+    never = ()
+    nothing = ()
+    for s in tl.static_range(STEPS):
+        cut_s = row_mask & (t + s < 0)
+        never = never + (cut_s,)
+        if CLOSED:
+            cut_s = row_mask & (t + s == (T - 1 if REVERSE else 0))
+        cut = cut + (cut_s,)
+        nothing = nothing + (tl.zeros_like(numbers[s]),)
+    return cut, nothing, nothing, never, nothing, kind_beyond, value_beyond
 
 
 def starts(op: str, flags_at: Any) -> bool:

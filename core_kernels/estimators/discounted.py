@@ -8,7 +8,7 @@ import torch
 
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Forms
-from rl_triton._scan import scaled
+from rl_triton._tile import scaled
 from rl_triton._triton import jit, tl
 from rl_triton.boundaries import check_successors
 

@@ -10,23 +10,26 @@ import torch
 
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Expectation, Forms, Taken
-from rl_triton._scan import clipped, scaled
-from rl_triton._triton import jit, tl
+from rl_triton._tile import clipped, scaled
+from rl_triton._triton import constant, jit, tl
 from rl_triton.boundaries import check_successors
 from rl_triton.estimators import gae as _gae
 
-# VARIANT is (where the ratio comes from, which trace). The inputs are (r, Q) and then, by the first: nothing; log w,
+# A variant is (where the ratio comes from, which trace), coded as SOURCE + 3 TRACE. The inputs are (r, Q) and then, by the first: nothing; log w,
 # and π for tree_backup; or π and μ. The scanned state is U[t] = c[t] D[t]: D[t] = δ[t] + γ U[t+1] then needs no
 # coefficient of another step.
 TRACES = ("retrace", "tree_backup", "importance_sampling", "q_lambda")
+_RETRACE, _TREE_BACKUP, _IMPORTANCE_SAMPLING, _Q_LAMBDA = map(constant, range(4))
+_SOURCES = ("none", "log_rhos", "probs")
+_NONE, _LOG_RHOS, _PROBS = map(constant, range(3))
 
 
 @jit
 def _ratio(x, VARIANT: tl.constexpr):
     """w = π(a|s) / μ(a|s), 1 if no ratio was given."""
-    if VARIANT[0] == "log_rhos":
+    if VARIANT % 3 == _LOG_RHOS:
         w = tl.exp(x[2].to(tl.float64)).to(x[0].dtype)
-    elif VARIANT[0] == "probs":
+    elif VARIANT % 3 == _PROBS:
         w = x[2] / x[3]
     else:
         w = tl.zeros_like(x[0]) + 1.0
@@ -35,13 +38,13 @@ def _ratio(x, VARIANT: tl.constexpr):
 
 @jit
 def _trace(x, lambda_, c_bar, VARIANT: tl.constexpr):
-    if VARIANT[1] == "retrace":
+    if VARIANT // 3 == _RETRACE:
         c = scaled(lambda_, clipped(_ratio(x, VARIANT), c_bar))
-    elif VARIANT[1] == "importance_sampling":
+    elif VARIANT // 3 == _IMPORTANCE_SAMPLING:
         c = _ratio(x, VARIANT)
-    elif VARIANT[1] == "q_lambda":
+    elif VARIANT // 3 == _Q_LAMBDA:
         c = tl.zeros_like(x[0]) + lambda_
-    elif VARIANT[0] == "log_rhos":
+    elif VARIANT % 3 == _LOG_RHOS:
         c = scaled(lambda_, x[3])
     else:
         c = scaled(lambda_, x[2])
@@ -138,10 +141,11 @@ def _algorithm(source, trace):
         beyond=Forms(_gae._beyond, _gae._beyond_scalar),
         lookahead=2,
         variant=(source, trace),
+        code=_SOURCES.index(source) + 3 * TRACES.index(trace),
     )
 
 
-_ALGORITHMS = {variant: _algorithm(*variant) for variant in itertools.product(("none", "log_rhos", "probs"), TRACES)}
+_ALGORITHMS = {variant: _algorithm(*variant) for variant in itertools.product(_SOURCES, TRACES)}
 
 
 class Retrace(NamedTuple):

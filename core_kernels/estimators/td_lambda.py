@@ -9,18 +9,19 @@ import torch
 
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Forms
-from rl_triton._scan import scaled
-from rl_triton._triton import jit, tl
+from rl_triton._tile import scaled
+from rl_triton._triton import constant, jit, tl
 from rl_triton.boundaries import check_successors
 from rl_triton.estimators import discounted
 
-# VARIANT: "floats" has the weight of v' as a factor of its own (see `_weight`); "tensors" forms it in the kernel.
+# Variants: "floats" has the weight of v' as a factor of its own (see `_weight`); "tensors" forms it in the kernel.
+_FLOATS, _TENSORS = map(constant, range(2))
 
 
 @jit
 def _coefficients(x, v_next, cut, factors, VARIANT: tl.constexpr):
     gamma, lambda_, decay = factors[0], factors[1], factors[2]
-    if VARIANT[0] == "floats":
+    if VARIANT == _FLOATS:
         weight = factors[3]
     else:
         weight = gamma * (1.0 - lambda_)
@@ -45,8 +46,11 @@ _TD_LAMBDA = {
         outputs=Forms(discounted._outputs, discounted._outputs_scalar),
         beyond=Forms(discounted._beyond, discounted._beyond_scalar),
         variant=(variant,),
+        code=code,
     )
-    for variant, scalar in (("floats", _coefficients_of_floats), ("tensors", _coefficients_of_tensors))
+    for code, (variant, scalar) in enumerate(
+        (("floats", _coefficients_of_floats), ("tensors", _coefficients_of_tensors))
+    )
 }
 
 

@@ -8,18 +8,19 @@ import torch
 
 from rl_triton import _checks, _run
 from rl_triton._algorithm import Algorithm, Forms
-from rl_triton._triton import jit, tl
+from rl_triton._triton import constant, jit, tl
 from rl_triton.boundaries import Resets, starts
 from rl_triton.estimators import discounted as _discounted
 from rl_triton.estimators import gae as _gae
 
 KINDS = ("accumulating", "replacing")
+_ACCUMULATING, _REPLACING = map(constant, range(2))
 
 
 @jit
 def _trace_coefficients(x, v_next, cut, factors, VARIANT: tl.constexpr):
     decay = factors[2]
-    if VARIANT[0] == "replacing":
+    if VARIANT == _REPLACING:
         decay = tl.where(x[0] != 0, 0.0, decay)
     return x[0], decay
 
@@ -42,7 +43,7 @@ def _sum_coefficients_scalar(x, v_next, cut, factors):
     return x[0], factors[0]
 
 
-def _forward(name, coefficients, variant=()):
+def _forward(name, coefficients, variant=(), code=0):
     return Algorithm(
         name,
         coefficients=coefficients,
@@ -50,12 +51,13 @@ def _forward(name, coefficients, variant=()):
         beyond=Forms(_gae._beyond, _gae._beyond_scalar),
         reverse=False,
         variant=variant,
+        code=code,
     )
 
 
 _TRACES = {
-    kind: _forward("eligibility_traces", Forms(_trace_coefficients, scalar), (kind,))
-    for kind, scalar in (("accumulating", _accumulating), ("replacing", _replacing))
+    kind: _forward("eligibility_traces", Forms(_trace_coefficients, scalar), (kind,), code)
+    for code, (kind, scalar) in enumerate(zip(KINDS, (_accumulating, _replacing), strict=True))
 }
 _CUMSUM = _forward("episodic_cumsum", Forms(_sum_coefficients, _sum_coefficients_scalar))
 

@@ -9,16 +9,20 @@ import torch
 
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Forms
-from rl_triton._scan import clipped, scaled
-from rl_triton._triton import jit, tl
+from rl_triton._tile import clipped, scaled
+from rl_triton._triton import constant, jit, tl
 from rl_triton.boundaries import check_successors
 from rl_triton.estimators import gae as _gae
+
+
+# Variants: where the ratio comes from.
+_LOG_RHOS, _LOG_PROBS = map(constant, range(2))
 
 
 @jit
 def _ratio(x, VARIANT: tl.constexpr):
     """w = π(a|s) / μ(a|s). The exponential is taken in float64: Triton's float32 one is an approximation."""
-    if VARIANT[0] == "log_rhos":
+    if VARIANT == _LOG_RHOS:
         log_rho = x[2].to(tl.float64)
     else:
         log_rho = x[2].to(tl.float64) - x[3].to(tl.float64)
@@ -71,7 +75,7 @@ def _scalar_forms(ratio):
     return coefficients, outputs
 
 
-def _algorithm(variant, ratio):
+def _algorithm(variant, code, ratio):
     coefficients, outputs = _scalar_forms(ratio)
     return Algorithm(
         "vtrace",
@@ -80,11 +84,12 @@ def _algorithm(variant, ratio):
         beyond=Forms(_gae._beyond, _gae._beyond_scalar),
         lookahead=1,
         variant=(variant,),
+        code=code,
     )
 
 
-_FROM_LOG_RHOS = _algorithm("log_rhos", _ratio_of_log_rhos)
-_FROM_LOG_PROBS = _algorithm("log_probs", _ratio_of_log_probs)
+_FROM_LOG_RHOS = _algorithm("log_rhos", 0, _ratio_of_log_rhos)
+_FROM_LOG_PROBS = _algorithm("log_probs", 1, _ratio_of_log_probs)
 
 
 class VTrace(NamedTuple):

@@ -1,0 +1,309 @@
+"""Tiles: how rows and steps of strided tensors come into registers and go back.
+
+A program holds a tile of R rows by C chunks of S consecutive steps. It is kept as S tiles [R, C], one per step of
+a chunk, so a thread owns its chunks and walks them like a loop. AXIS is the axis of the chunks: where it is 0 the tiles
+are [C, R]. `rows` is [R, 1] and t, the first step of each chunk, [1, C], or their transposes.
+
+AXIS 1 is for rows whose steps are neighbours in memory: a tensor is read as [R, C S] in one wide load and split into
+steps. AXIS 0 is for steps whose rows are neighbours: each step is a load of its own.
+
+A tensor reaches the kernel as an operand (pointer, time stride, row strides...): row strides run over the DIMS batch
+axes that are left after collapsing, innermost first, as `sizes` does. A tensor with an action axis has one more stride,
+and behind it the tensor that it is read with: `TAKEN` (table, actions), `EXPECTATION` (values, probabilities, number of
+actions). Strides and offsets are in elements and int64.
+"""
+
+from __future__ import annotations
+
+from rl_triton._triton import constant, jit, tl
+
+# What an operand is: a tensor, one entry of its action axis, or a sum over it.
+PLAIN, TAKEN, EXPECTATION = map(constant, range(3))
+
+
+@jit
+def scaled(factor, x):
+    """factor * x, where a zero factor does not read x (0 * inf never appears)."""
+    return tl.where(factor == 0.0, 0.0, factor * x)
+
+
+@jit
+def clipped(x, bar):
+    """min(x, bar), but NaN stays visible."""
+    return tl.where(x > bar, bar, x)
+
+
+@jit
+def address(operand, sizes, rows, t, DIMS: tl.constexpr, BASE: tl.constexpr = 0):
+    """Pointers to the elements at (rows, t) of the tensor that begins at BASE in an operand."""
+    offset = t * operand[BASE + 1]
+    rest = rows
+    for d in tl.static_range(DIMS):
+        if d == DIMS - 1:
+            offset += rest * operand[BASE + 2 + d]
+        else:
+            offset += (rest % sizes[d]) * operand[BASE + 2 + d]
+            rest = rest // sizes[d]
+    return operand[BASE] + offset
+
+
+@jit
+def load_flag(operand, sizes, rows, t, mask, DIMS: tl.constexpr):
+    """Booleans: nonzero, in whatever dtype the flags are stored."""
+    return tl.load(address(operand, sizes, rows, t, DIMS), mask=mask, other=0) != 0
+
+
+@jit
+def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr = PLAIN):
+    """Elements at (rows, t) in the arithmetic dtype; 0 where the mask is off.
+
+    An expectation is reduced action by action: no tile has an action axis.
+    """
+    pointers = address(operand, sizes, rows, t, DIMS)
+    if KIND == PLAIN:
+        loaded = tl.load(pointers, mask=mask, other=0).to(DTYPE)
+    elif KIND == TAKEN:
+        actions = address(operand, sizes, rows, t, DIMS, 3 + DIMS)
+        action = tl.load(actions, mask=mask, other=0).to(tl.int64)
+        loaded = tl.load(pointers + action * operand[2 + DIMS], mask=mask, other=0).to(DTYPE)
+    else:
+        probs = address(operand, sizes, rows, t, DIMS, 3 + DIMS)
+        loaded = tl.where(mask, 0.0, 0.0).to(DTYPE)
+        for action in range(operand[6 + 2 * DIMS]):
+            p = tl.load(probs + action * operand[5 + 2 * DIMS], mask=mask, other=0).to(DTYPE)
+            q = tl.load(pointers + action * operand[2 + DIMS], mask=mask, other=0).to(DTYPE)
+            loaded += scaled(p, q)
+    return loaded
+
+
+@jit
+def load_row(operand, sizes, rows, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr):
+    """A row's element of a tensor without a time axis, all over the row of the mask's tile; 0 where it is absent."""
+    if operand is not None:
+        pointers = address(operand, sizes, rows, tl.where(mask, 0, 0), DIMS)
+        value = tl.load(pointers, mask=mask, other=0).to(DTYPE)
+    else:
+        value = tl.where(mask, 0.0, 0.0).to(DTYPE)
+    return value
+
+
+@jit
+def unstacked(x, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
+    """[R, C WIDTH] as WIDTH tiles [R, C]. No data moves between threads where each holds whole chunks."""
+    if WIDTH == 1:
+        steps = (x,)
+    elif WIDTH == 2:
+        first, second = tl.split(tl.reshape(x, [ROWS, CHUNKS, 2]))
+        steps = (first, second)
+    else:
+        even, odd = tl.split(tl.reshape(x, [ROWS, CHUNKS, 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        steps = (first, second, third, fourth)
+    return steps
+
+
+@jit
+def stacked(steps, first: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
+    """The inverse of `unstacked`, of WIDTH of the steps from `first` on."""
+    if WIDTH == 1:
+        x = steps[first]
+    elif WIDTH == 2:
+        x = tl.reshape(tl.join(steps[first], steps[first + 1]), [ROWS, CHUNKS * 2])
+    else:
+        even = tl.join(steps[first], steps[first + 2])
+        odd = tl.join(steps[first + 1], steps[first + 3])
+        x = tl.reshape(tl.join(even, odd), [ROWS, CHUNKS * 4])
+    return x
+
+
+@jit
+def steps_from(start, CHUNKS: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
+    """The first step of each chunk of the tile that begins at `start`."""
+    return start + tl.expand_dims(tl.arange(0, CHUNKS), 1 - AXIS) * STEPS
+
+
+@jit
+def wide_steps(start, part: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr):
+    """[1, C WIDTH]: the WIDTH steps of each chunk that one load takes, the `part`-th of its STEPS."""
+    place = tl.arange(0, CHUNKS * WIDTH)[None, :]
+    if STEPS > WIDTH:
+        place = place // WIDTH * STEPS + part * WIDTH + place % WIDTH
+    return start + place
+
+
+@jit
+def load_steps(
+    operand,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    T,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """S tiles of a plain operand as it is stored; 0 beyond the window."""
+    steps = ()
+    if AXIS == 1:
+        WIDTH: tl.constexpr = STEPS if STEPS < 4 else 4
+        for part in tl.static_range(STEPS // WIDTH):
+            t = wide_steps(start, part, CHUNKS, STEPS, WIDTH)
+            x = tl.load(address(operand, sizes, rows, t, DIMS), mask=row_mask & (t < T), other=0)
+            if x.dtype == tl.int1:
+                x = x.to(tl.int8)
+            steps = steps + unstacked(x, ROWS, CHUNKS, WIDTH)
+    else:
+        t = steps_from(start, CHUNKS, STEPS, AXIS)
+        for s in tl.static_range(STEPS):
+            mask = row_mask & (t + s < T)
+            steps = steps + (tl.load(address(operand, sizes, rows, t + s, DIMS), mask=mask, other=0),)
+    return steps
+
+
+@jit
+def load_flags(
+    operand,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    T,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """S tiles of booleans: nonzero, in whatever dtype the flags are stored; false beyond the window."""
+    stored = load_steps(operand, sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    flags = ()
+    for s in tl.static_range(STEPS):
+        flags = flags + (stored[s] != 0,)
+    return flags
+
+
+@jit
+def store_steps(
+    operand,
+    steps,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    T,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """The inverse of `load_steps`."""
+    if AXIS == 1:
+        WIDTH: tl.constexpr = STEPS if STEPS < 4 else 4
+        for part in tl.static_range(STEPS // WIDTH):
+            t = wide_steps(start, part, CHUNKS, STEPS, WIDTH)
+            x = stacked(steps, part * WIDTH, ROWS, CHUNKS, WIDTH)
+            tl.store(address(operand, sizes, rows, t, DIMS), x, mask=row_mask & (t < T))
+    else:
+        t = steps_from(start, CHUNKS, STEPS, AXIS)
+        for s in tl.static_range(STEPS):
+            tl.store(address(operand, sizes, rows, t + s, DIMS), steps[s], mask=row_mask & (t + s < T))
+
+
+@jit
+def float_factor(parts, DTYPE: tl.constexpr):
+    """[1, 1]: a Python float. Triton passes those as float32, so a float64 comes in three parts."""
+    factor = tl.zeros([1, 1], DTYPE) + parts[0]
+    if tl.float64 == DTYPE:
+        factor = factor + parts[1] + parts[2]
+    return factor
+
+
+@jit
+def load_factors(
+    factors,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    T,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The S tiles of each factor, one behind the other: (operand, None) is a tensor, (None, parts) a float, (None, None)
+    the product of the factors before it."""
+    tiles = ()
+    product = ()
+    for s in tl.static_range(STEPS):
+        product = product + (tl.full([1, 1], 1.0, DTYPE),)
+    for i in tl.static_range(N):
+        column = product
+        if factors[i][0] is not None:
+            stored = load_steps(factors[i][0], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+            column = ()
+            for s in tl.static_range(STEPS):
+                column = column + (stored[s].to(DTYPE),)
+        elif factors[i][1] is not None:
+            column = ()
+            for s in tl.static_range(STEPS):
+                column = column + (float_factor(factors[i][1], DTYPE),)
+        tiles = tiles + column
+        so_far = product
+        product = ()
+        for s in tl.static_range(STEPS):
+            product = product + (so_far[s] * column[s],)
+    return tiles
+
+
+@jit
+def at_step(tiles, s: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr):
+    """What N columns of S tiles, one behind the other, hold for the s-th step."""
+    row = ()
+    for i in tl.static_range(N):
+        row = row + (tiles[i * STEPS + s],)
+    return row
+
+
+@jit
+def picked(tile, source, AXIS: tl.constexpr):
+    """A tile whose chunks have the elements of the chunks `source`."""
+    return tl.gather(tile, tl.broadcast_to(source, tile.shape), AXIS)
+
+
+@jit
+def _nearer(known_first, x_first, known_then, x_then):
+    """A chunk that has no x of its own passes on that of the chunk after it."""
+    return known_first | known_then, tl.where(known_then != 0, x_then, x_first)
+
+
+@jit
+def upcoming(known, x, beyond, chunk, CHUNKS: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
+    """For each step the nearest known x after it, backward in time, and that which the tile before will see; `beyond`
+    where there is none."""
+    known_first = known[STEPS - 1].to(tl.int32)
+    x_first = x[STEPS - 1]
+    for s in tl.static_range(STEPS - 2, -1, -1):
+        known_first, x_first = _nearer(known_first, x_first, known[s].to(tl.int32), x[s])
+    following = beyond
+    if CHUNKS > 1:
+        known_first, x_first = tl.associative_scan((known_first, x_first), AXIS, _nearer, reverse=True)
+        x_first = tl.where(known_first != 0, x_first, beyond)
+        last = chunk == CHUNKS - 1
+        following = tl.where(last, beyond, picked(x_first, tl.where(last, chunk, chunk + 1), AXIS))
+        beyond = picked(x_first, chunk * 0, AXIS)
+    else:
+        beyond = tl.where(known_first != 0, x_first, beyond)
+    after = ()
+    for s in tl.static_range(STEPS - 1, -1, -1):
+        after = (following,) + after
+        following = tl.where(known[s], x[s], following)
+    return after, beyond
