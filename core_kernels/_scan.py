@@ -13,12 +13,15 @@ from rl_triton._tile import (
     PLAIN,
     address,
     at_step,
+    in_order,
+    left_before,
+    left_last,
     load,
     load_factors,
     load_flags,
     load_row,
     load_steps,
-    picked,
+    scan_order,
     steps_from,
     store_steps,
     upcoming,
@@ -27,25 +30,27 @@ from rl_triton._triton import jit, tl
 
 
 @jit
-def product(b, c):
-    """b c, and 0 where and only where a factor is: the other factor, NaN or inf, is then not read, and a product that
-    underflows is held at the smallest normal number. So NaN and inf reach all of their own episode, as they do in a
-    plain loop, however long it is, and nothing beyond."""
-    p = b * c
-    # An underflow leaves a signed zero: its bits and those of the smallest normal number are that number, signed.
+def held(p):
+    """A product that underflowed, held at the smallest normal number: so NaN and inf reach all of their own episode, as
+    they do in a plain loop, however long it is."""
+    # What is left is a signed zero; its bits and those of the smallest normal number are that number, signed.
     if p.dtype == tl.float64:
         tiny = (p.to(tl.int64, bitcast=True) | 0x0010000000000000).to(tl.float64, bitcast=True)
     else:
         tiny = (p.to(tl.int32, bitcast=True) | 0x00800000).to(tl.float32, bitcast=True)
-    return tl.where((b == 0) | (c == 0), 0.0, tl.where(p == 0, tiny, p))
+    return tl.where(p == 0, tiny, p)
 
 
 @jit
-def product_with_low(b, b_low, c, c_low):
-    """(b + b_low) (c + c_low), as a sum of the same form: the product's error comes from a fused multiply-add."""
-    p = product(b, c)
-    low = tl.fma(b, c, -p) + (b * c_low + b_low * c)
-    return p, tl.where((p == 0) | (p - p != 0), 0.0, low)  # NaN and inf have no low part
+def product(b, c):
+    """b c, and 0 where and only where a factor is: the other factor, NaN or inf, is then not read."""
+    return tl.where((b == 0) | (c == 0), 0.0, held(b * c))
+
+
+@jit
+def step(a, b, x):
+    """a + b x as a plain loop rounds it; a zero b does not read x."""
+    return tl.where(b == 0, a, a + b * x)
 
 
 @jit
@@ -60,7 +65,7 @@ def apply(a, a_low, b, b_low, x, x_low):
     high = a + p
     moved = high - a
     low = ((a - (high - moved)) + (p - moved)) + tl.fma(b, x, -p)
-    low = low + (a_low + (b * x_low + b_low * x))
+    low = low + tl.fma(b, x_low, tl.fma(b_low, x, a_low))
     low = tl.where(high - high == 0, low, 0.0)  # NaN and inf have no low part
     return tl.where(b == 0, a, high), tl.where(b == 0, a_low, low)
 
@@ -72,14 +77,29 @@ def compose(a_first, a_first_low, b_first, b_first_low, a_then, a_then_low, b_th
     A zero factor selects: whatever lies beyond it, NaN and inf too, is not read.
     """
     a, a_low = apply(a_then, a_then_low, b_then, b_then_low, a_first, a_first_low)
-    b, b_low = product_with_low(b_then, b_then_low, b_first, b_first_low)
-    return a, a_low, b, b_low
+    b = product(b_then, b_first)
+    b_low = tl.fma(b_then, b_first_low, tl.fma(b_then_low, b_first, tl.fma(b_then, b_first, -b)))
+    return a, a_low, b, tl.where((b == 0) | (b - b != 0), 0.0, b_low)
 
 
 @jit
-def step(a, b, x):
-    """a + b x as a plain loop rounds it; a zero b does not read x."""
-    return tl.where(b == 0, a, a + b * x)
+def chunk_map(a, b, REVERSE: tl.constexpr, STEPS: tl.constexpr):
+    """The map of a chunk of steps, its factor with a low part: `compose`, step by step, but for what a chunk is too
+    short to need."""
+    FIRST: tl.constexpr = STEPS - 1 if REVERSE else 0
+    BEHIND: tl.constexpr = -1 if REVERSE else STEPS
+    FORWARD: tl.constexpr = -1 if REVERSE else 1
+    a_all, b_all = a[FIRST], b[FIRST]
+    low = tl.zeros_like(b_all)
+    stopped = b_all == 0
+    for s in tl.static_range(FIRST + FORWARD, BEHIND, FORWARD):
+        a_all = step(a[s], b[s], a_all)
+        p = b[s] * b_all
+        low = tl.fma(b[s], low, tl.fma(b[s], b_all, -p))
+        b_all = p
+        stopped = stopped | (b[s] == 0)
+    b_all = tl.where(stopped, 0.0, held(b_all))
+    return a_all, b_all, tl.where(stopped | (low - low != 0), 0.0, low)
 
 
 @jit
@@ -88,45 +108,23 @@ def entering(
     b,
     state_beyond,
     low_beyond,
-    chunk,
+    place,
     REVERSE: tl.constexpr,
     CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
 ):
-    """The state on entering each chunk, and the state (with its low part) that the next tile will see."""
-    FIRST: tl.constexpr = STEPS - 1 if REVERSE else 0
-    BEHIND: tl.constexpr = -1 if REVERSE else STEPS
-    FORWARD: tl.constexpr = -1 if REVERSE else 1
-    chunk_a, chunk_b = a[FIRST], b[FIRST]
-    b_low = tl.zeros_like(chunk_b)
-    for s in tl.static_range(FIRST + FORWARD, BEHIND, FORWARD):
-        chunk_a = step(a[s], b[s], chunk_a)
-        chunk_b, b_low = product_with_low(b[s], tl.zeros_like(b_low), chunk_b, b_low)
-
-    # Along the lanes of a warp Triton mirrors a reversed scan at some 40 shuffles; mirrored here it takes 3.
-    MIRRORED: tl.constexpr = REVERSE and AXIS == 1
-    place = chunk
-    if MIRRORED:
-        place = CHUNKS - 1 - chunk
-        chunk_a, chunk_b, b_low = picked(chunk_a, place, 1), picked(chunk_b, place, 1), picked(b_low, place, 1)
+    """The state on entering each chunk, and the state (with its low part) that the next tile will see. `place` is that
+    of a chunk in the order of the scan."""
+    chunk_a, chunk_b, b_low = chunk_map(a, b, REVERSE, STEPS)
+    chunk_a, chunk_b = in_order(chunk_a, place, REVERSE, AXIS), in_order(chunk_b, place, REVERSE, AXIS)
+    b_low = in_order(b_low, place, REVERSE, AXIS)
     chunk_a, a_low, chunk_b, b_low = tl.associative_scan(
-        (chunk_a, tl.zeros_like(chunk_a), chunk_b, b_low), AXIS, compose, reverse=REVERSE and AXIS == 0
+        (chunk_a, tl.zeros_like(chunk_a), chunk_b, b_low), AXIS, compose
     )
     high, low = apply(chunk_a, a_low, chunk_b, b_low, state_beyond, low_beyond)
-
-    # In scan order a chunk enters with what the one before it left. `place` is where its own result stands.
-    if REVERSE and AXIS == 0:
-        outermost = chunk == CHUNKS - 1
-        before = chunk + 1
-        innermost = chunk * 0
-    else:
-        outermost = place == 0
-        before = place - 1
-        innermost = chunk * 0 + (CHUNKS - 1)
-    entry = picked(high + low, tl.where(outermost, place, before), AXIS)
-    entry = tl.where(outermost, state_beyond + low_beyond, entry)
-    return entry, picked(high, innermost, AXIS), picked(low, innermost, AXIS)
+    entry = left_before(high + low, state_beyond + low_beyond, place, AXIS)
+    return entry, left_last(high, place, CHUNKS, AXIS), left_last(low, place, CHUNKS, AXIS)
 
 
 @jit
@@ -141,6 +139,7 @@ def fetch(
     start,
     T,
     FETCH_BOUNDARY: tl.constexpr,
+    REVERSE: tl.constexpr,
     START: tl.constexpr,
     INPUT_KINDS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -155,23 +154,23 @@ def fetch(
 ):
     """What the tile at `start` needs from memory: the tiles of the inputs, of the factors, of `valid`, and whatever the
     boundary rules read without a condition."""
-    t = steps_from(start, CHUNKS, STEPS, AXIS)
+    t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
     valid = ()
     if valid_flags is not None:
-        valid = load_flags(valid_flags, sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+        valid = load_flags(valid_flags, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
     else:
         for s in tl.static_range(STEPS):
             valid = valid + (row_mask & (t + s < T),)
     x = ()
     for i in tl.static_range(N_INPUTS):
         if (INPUT_KINDS // 3**i) % 3 == PLAIN:
-            x = x + load_steps(inputs[i], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+            x = x + load_steps(inputs[i], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
         else:
             for s in tl.static_range(STEPS):
                 x = x + (load(inputs[i], sizes, rows, t + s, valid[s], DIMS, DTYPE, (INPUT_KINDS // 3**i) % 3),)
-    f = load_factors(factors, sizes, rows, row_mask, start, T, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE)
+    f = load_factors(factors, sizes, rows, row_mask, start, T, N_FACTORS, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE)
     bounds = FETCH_BOUNDARY(
-        boundary, inputs, x, sizes, rows, row_mask, start, T, START, VALUES, ROWS, CHUNKS, STEPS, AXIS, DIMS
+        boundary, inputs, x, sizes, rows, row_mask, start, T, REVERSE, START, VALUES, ROWS, CHUNKS, STEPS, AXIS, DIMS
     )
     return valid, x, f, bounds
 
@@ -215,8 +214,8 @@ def scan_kernel(
 ):
     rows = tl.program_id(0).to(INDEX) * ROWS + tl.expand_dims(tl.arange(0, ROWS), AXIS)
     row_mask = rows < n_rows
-    chunk = tl.expand_dims(tl.arange(0, CHUNKS), 1 - AXIS)
-    tile_mask = row_mask & (chunk >= 0)
+    place = scan_order(CHUNKS, REVERSE, AXIS)
+    tile_mask = row_mask & (place >= 0)
     FIRST: tl.constexpr = STEPS - 1 if REVERSE else 0
     BEHIND: tl.constexpr = -1 if REVERSE else STEPS
     FORWARD: tl.constexpr = -1 if REVERSE else 1
@@ -241,16 +240,16 @@ def scan_kernel(
         start = (n_tiles - 1).to(INDEX) * SPAN
     if PREFETCH:
         valid, x, f, bounds = fetch(
-            inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, START,
+            inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
             INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
         )  # fmt: skip
     for k in range(n_tiles):
         if not PREFETCH:
             valid, x, f, bounds = fetch(
-                inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, START,
+                inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
                 INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
             )  # fmt: skip
-        t = steps_from(start, CHUNKS, STEPS, AXIS)
+        t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
         numbers = ()
         for i in tl.static_range(N_INPUTS * STEPS):
             numbers = numbers + (x[i].to(DTYPE),)
@@ -266,7 +265,7 @@ def scan_kernel(
             rows,
             row_mask,
             start,
-            chunk,
+            place,
             T,
             valid_flags is not None,
             CLOSED,
@@ -302,7 +301,7 @@ def scan_kernel(
         entry = state_beyond
         if CHUNKS > 1:
             entry, state_beyond, low_beyond = entering(
-                a, b, state_beyond, low_beyond, chunk, REVERSE, CHUNKS, STEPS, AXIS
+                a, b, state_beyond, low_beyond, place, REVERSE, CHUNKS, STEPS, AXIS
             )
         state = ()
         state_next = ()
@@ -331,7 +330,7 @@ def scan_kernel(
                     known_s = known_s | reset[s]
                 known = known + (known_s,)
                 target = target + (target_s,)
-            target_next, target_beyond = upcoming(known, target, target_beyond, chunk, CHUNKS, STEPS, AXIS)
+            target_next, target_beyond = upcoming(known, target, target_beyond, place, CHUNKS, STEPS, AXIS)
 
         results = ()
         for s in tl.static_range(STEPS):
@@ -345,7 +344,7 @@ def scan_kernel(
                 if valid_flags is not None:
                     y_s = tl.where(valid[s], y_s, 0.0)
                 y = y + (y_s,)
-            store_steps(outputs[i], y, sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+            store_steps(outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
 
         if REVERSE:
             start -= SPAN
@@ -356,14 +355,14 @@ def scan_kernel(
             # for memory at every step, not once a tile.
             more = row_mask & (rows * 0 + k + 1 < n_tiles)
             valid, x, f, bounds = fetch(
-                inputs, factors, boundary, valid_flags, sizes, rows, more, start, T, FETCH_BOUNDARY, START,
+                inputs, factors, boundary, valid_flags, sizes, rows, more, start, T, FETCH_BOUNDARY, REVERSE, START,
                 INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
             )  # fmt: skip
 
-    once = tile_mask & (chunk == 0)
+    once = tile_mask & (place == 0)
     if final[0] is not None:
-        pointers = address(final[0], sizes, rows, chunk * 0, DIMS)
+        pointers = address(final[0], sizes, rows, place * 0, DIMS)
         tl.store(pointers, state_beyond + low_beyond, mask=once)
     if final[1] is not None:
-        pointers = address(final[1], sizes, rows, chunk * 0, DIMS)
+        pointers = address(final[1], sizes, rows, place * 0, DIMS)
         tl.store(pointers, target_beyond, mask=once)

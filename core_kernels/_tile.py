@@ -118,9 +118,22 @@ def stacked(steps, first: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr
 
 
 @jit
-def steps_from(start, CHUNKS: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
-    """The first step of each chunk of the tile that begins at `start`."""
-    return start + tl.expand_dims(tl.arange(0, CHUNKS), 1 - AXIS) * STEPS
+def steps_from(start, REVERSE: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
+    """The first step of each chunk of the tile that begins at `start`. Chunks along axis 0 lie in the order of the scan;
+    along axis 1 in that of time, since a tensor is read there in wide loads."""
+    chunk = tl.expand_dims(tl.arange(0, CHUNKS), 1 - AXIS)
+    if REVERSE and AXIS == 0:
+        chunk = CHUNKS - 1 - chunk
+    return start + chunk * STEPS
+
+
+@jit
+def scan_order(CHUNKS: tl.constexpr, REVERSE: tl.constexpr, AXIS: tl.constexpr):
+    """The place of each chunk in the order of the scan."""
+    place = tl.expand_dims(tl.arange(0, CHUNKS), 1 - AXIS)
+    if REVERSE and AXIS == 1:
+        place = CHUNKS - 1 - place
+    return place
 
 
 @jit
@@ -140,6 +153,7 @@ def load_steps(
     row_mask,
     start,
     T,
+    REVERSE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -157,7 +171,7 @@ def load_steps(
                 x = x.to(tl.int8)
             steps = steps + unstacked(x, ROWS, CHUNKS, WIDTH)
     else:
-        t = steps_from(start, CHUNKS, STEPS, AXIS)
+        t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
         for s in tl.static_range(STEPS):
             mask = row_mask & (t + s < T)
             steps = steps + (tl.load(address(operand, sizes, rows, t + s, DIMS), mask=mask, other=0),)
@@ -172,6 +186,7 @@ def load_flags(
     row_mask,
     start,
     T,
+    REVERSE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -179,7 +194,7 @@ def load_flags(
     DIMS: tl.constexpr,
 ):
     """S tiles of booleans: nonzero, in whatever dtype the flags are stored; false beyond the window."""
-    stored = load_steps(operand, sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    stored = load_steps(operand, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
     flags = ()
     for s in tl.static_range(STEPS):
         flags = flags + (stored[s] != 0,)
@@ -195,6 +210,7 @@ def store_steps(
     row_mask,
     start,
     T,
+    REVERSE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -209,7 +225,7 @@ def store_steps(
             x = stacked(steps, part * WIDTH, ROWS, CHUNKS, WIDTH)
             tl.store(address(operand, sizes, rows, t, DIMS), x, mask=row_mask & (t < T))
     else:
-        t = steps_from(start, CHUNKS, STEPS, AXIS)
+        t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
         for s in tl.static_range(STEPS):
             tl.store(address(operand, sizes, rows, t + s, DIMS), steps[s], mask=row_mask & (t + s < T))
 
@@ -232,6 +248,7 @@ def load_factors(
     start,
     T,
     N: tl.constexpr,
+    REVERSE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -248,7 +265,7 @@ def load_factors(
     for i in tl.static_range(N):
         column = product
         if factors[i][0] is not None:
-            stored = load_steps(factors[i][0], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+            stored = load_steps(factors[i][0], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
             column = ()
             for s in tl.static_range(STEPS):
                 column = column + (stored[s].to(DTYPE),)
@@ -280,28 +297,49 @@ def picked(tile, source, AXIS: tl.constexpr):
 
 
 @jit
+def in_order(tile, place, REVERSE: tl.constexpr, AXIS: tl.constexpr):
+    """The chunks in the order of the scan. (A reversed `associative_scan` would mirror a warp at 10 shuffles a value.)"""
+    if REVERSE and AXIS == 1:
+        tile = picked(tile, place, AXIS)
+    return tile
+
+
+@jit
+def left_before(tile, beyond, place, AXIS: tl.constexpr):
+    """For each chunk, of a tile in the order of the scan, what the chunk before it left; `beyond` for the first."""
+    first = place == 0
+    return tl.where(first, beyond, picked(tile, tl.where(first, place, place - 1), AXIS))
+
+
+@jit
+def left_last(tile, place, CHUNKS: tl.constexpr, AXIS: tl.constexpr):
+    """What the last chunk left, of a tile in the order of the scan, in every chunk."""
+    return picked(tile, place * 0 + (CHUNKS - 1), AXIS)
+
+
+@jit
 def _nearer(known_first, x_first, known_then, x_then):
-    """A chunk that has no x of its own passes on that of the chunk after it."""
+    """A chunk that has no x of its own passes on that of the chunk before it in the scan."""
     return known_first | known_then, tl.where(known_then != 0, x_then, x_first)
 
 
 @jit
-def upcoming(known, x, beyond, chunk, CHUNKS: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
+def upcoming(known, x, beyond, place, CHUNKS: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
     """For each step the nearest known x after it, backward in time, and that which the tile before will see; `beyond`
     where there is none."""
-    known_first = known[STEPS - 1].to(tl.int32)
-    x_first = x[STEPS - 1]
+    chunk_known = known[STEPS - 1].to(tl.int32)
+    chunk_x = x[STEPS - 1]
     for s in tl.static_range(STEPS - 2, -1, -1):
-        known_first, x_first = _nearer(known_first, x_first, known[s].to(tl.int32), x[s])
+        chunk_known, chunk_x = _nearer(chunk_known, chunk_x, known[s].to(tl.int32), x[s])
     following = beyond
     if CHUNKS > 1:
-        known_first, x_first = tl.associative_scan((known_first, x_first), AXIS, _nearer, reverse=True)
-        x_first = tl.where(known_first != 0, x_first, beyond)
-        last = chunk == CHUNKS - 1
-        following = tl.where(last, beyond, picked(x_first, tl.where(last, chunk, chunk + 1), AXIS))
-        beyond = picked(x_first, chunk * 0, AXIS)
+        chunk_known, chunk_x = in_order(chunk_known, place, True, AXIS), in_order(chunk_x, place, True, AXIS)
+        chunk_known, chunk_x = tl.associative_scan((chunk_known, chunk_x), AXIS, _nearer)
+        chunk_x = tl.where(chunk_known != 0, chunk_x, beyond)
+        following = left_before(chunk_x, beyond, place, AXIS)
+        beyond = left_last(chunk_x, place, CHUNKS, AXIS)
     else:
-        beyond = tl.where(known_first != 0, x_first, beyond)
+        beyond = tl.where(chunk_known != 0, chunk_x, beyond)
     after = ()
     for s in tl.static_range(STEPS - 1, -1, -1):
         after = (following,) + after

@@ -113,6 +113,7 @@ def fetch_successors(
     row_mask,
     start,
     T,
+    REVERSE: tl.constexpr,
     START: tl.constexpr,
     VALUES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -122,18 +123,18 @@ def fetch_successors(
     DIMS: tl.constexpr,
 ):
     """The flags; V(s_t), which as a rule is an input; and V and the start flag of the step after each chunk."""
-    t = steps_from(start, CHUNKS, STEPS, AXIS)
+    t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
     past = row_mask & (t + STEPS < T)
-    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
     if START:
         tiles = tiles + (tl.load(address(boundary[1], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
     if boundary[2] is not None:
-        tiles = tiles + load_steps(boundary[2], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+        tiles = tiles + load_steps(boundary[2], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
     if VALUES >= 0:
         tiles = tiles + (tl.load(address(inputs[VALUES], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
     elif boundary[5] is not None:
         tiles = tiles + (tl.load(address(boundary[5], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
-        tiles = tiles + load_steps(boundary[5], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+        tiles = tiles + load_steps(boundary[5], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
     return tiles
 
 
@@ -149,7 +150,7 @@ def successors(
     rows,
     row_mask,
     start,
-    chunk,
+    place,
     T,
     HAS_GAPS: tl.constexpr,
     CLOSED: tl.constexpr,
@@ -173,7 +174,7 @@ def successors(
     """
     TRUNCATED: tl.constexpr = STEPS + 1 if START else STEPS
     AFTER: tl.constexpr = TRUNCATED + STEPS if boundary[2] is not None else TRUNCATED
-    t = steps_from(start, CHUNKS, STEPS, AXIS)
+    t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
     ended = ()
     if START:  # the flag of the next row, or that of the window's edge, ends a row
         last = load_flag(boundary[6], sizes, rows, tl.where(row_mask, 0, 0), row_mask, DIMS)
@@ -219,8 +220,8 @@ def successors(
             said_kind = said_kind + (tl.where(valid[s], _VALID, _ENDED),)
             said_value = said_value + (tl.where(valid[s], own[s], flag_value[s]),)
             known = known + (valid[s] | carries[s],)
-        kinds, kind_beyond = upcoming(known, said_kind, kind_beyond, chunk, CHUNKS, STEPS, AXIS)
-        v_follow, value_beyond = upcoming(known, said_value, value_beyond, chunk, CHUNKS, STEPS, AXIS)
+        kinds, kind_beyond = upcoming(known, said_kind, kind_beyond, place, CHUNKS, STEPS, AXIS)
+        v_follow, value_beyond = upcoming(known, said_value, value_beyond, place, CHUNKS, STEPS, AXIS)
         for s in tl.static_range(STEPS):
             at_edge = at_edge + (kinds[s] == _EDGE,)
         ended_after = ()
@@ -265,6 +266,7 @@ def fetch_resets(
     row_mask,
     start,
     T,
+    REVERSE: tl.constexpr,
     START: tl.constexpr,
     VALUES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -274,9 +276,9 @@ def fetch_resets(
     DIMS: tl.constexpr,
 ):
     """The flags, and with end flags that of the step before each chunk."""
-    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
     if not START:
-        before = steps_from(start, CHUNKS, STEPS, AXIS) - 1
+        before = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS) - 1
         mask = row_mask & (before >= 0) & (before < T)
         tiles = tiles + (tl.load(address(boundary[1], sizes, rows, before, DIMS), mask=mask, other=0),)
     return tiles
@@ -294,7 +296,7 @@ def resets(
     rows,
     row_mask,
     start,
-    chunk,
+    place,
     T,
     HAS_GAPS: tl.constexpr,
     CLOSED: tl.constexpr,
@@ -335,6 +337,7 @@ def fetch_nothing(
     row_mask,
     start,
     T,
+    REVERSE: tl.constexpr,
     START: tl.constexpr,
     VALUES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -359,7 +362,7 @@ def unbounded(
     rows,
     row_mask,
     start,
-    chunk,
+    place,
     T,
     HAS_GAPS: tl.constexpr,
     CLOSED: tl.constexpr,
@@ -375,7 +378,7 @@ def unbounded(
     DTYPE: tl.constexpr,
 ):
     """No boundaries but the edge of the window, where a scan without an initial state begins."""
-    t = steps_from(start, CHUNKS, STEPS, AXIS)
+    t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
     cut = ()
     never = ()
     nothing = ()
