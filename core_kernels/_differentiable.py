@@ -2,8 +2,8 @@
 
 This is the skeleton of `_scan.py` once more, on whole tensors instead of tiles: read the inputs, resolve the
 boundaries, form (α, β), scan, form the results. Autograd follows the elementwise lines, `_autograd.py` the scan, so
-every input has its gradient, and a second one. Reading is by `torch.where`, so what the forward pass does not read has a gradient of
-exactly 0, and is free to hold NaN. No step loops over time and nothing waits for the device.
+every input has its gradient, and a second one. Reading is by `torch.where`, so what the forward pass does not read has
+a gradient of exactly 0, and is free to hold NaN. Nothing loops over time in Python or waits for the device.
 
 Memory is a small multiple of the inputs, for the graph; an n-step window keeps that multiple log2(n) times.
 """
