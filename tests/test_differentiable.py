@@ -1,6 +1,7 @@
-"""`differentiable=True`: gradients against finite differences, and against autograd through plain loops written here from
-the papers; what is not read has none; values are those of the ordinary call."""
+"""`differentiable=True`: gradients against finite differences, and against autograd through plain loops written here
+from the papers; what is not read has none; values are those of the ordinary call."""
 
+import itertools
 import re
 
 import pytest
@@ -219,7 +220,7 @@ def test_affine_scan(reverse, with_initial, backend):
     check(backend, function, (alpha, scalar))
 
 
-# ------------------------------------------------------------------------------------------ plain loops, from the papers
+# ----------------------------------------------------------------------------------------- plain loops, from the papers
 
 
 def times(factor, x):
@@ -313,7 +314,9 @@ def vtrace_loop(row, steps, edge, options):
     bars = [options.get(name, 1.0) for name in ("rho_bar", "c_bar")]
     for t, then, cut, v in steps:
         gamma, reward, value = row["gamma"][t], row["rewards"][t], row["values"][t]
-        log_ratio = row["log_rhos"][t] if "log_rhos" in row else row["target_log_probs"][t] - row["behavior_log_probs"][t]
+        log_ratio = (
+            row["log_rhos"][t] if "log_rhos" in row else row["target_log_probs"][t] - row["behavior_log_probs"][t]
+        )
         w = log_ratio.exp()
         rho, c, pg_rho = clip(w, bars[0]), times(row["lambda_"][t], clip(w, bars[1])), clip(w, options["pg_rho_bar"])
         later = d.get(then, d["edge"])
@@ -335,9 +338,12 @@ def retrace_loop(row, steps, edge, options):
             w = row["policy_probs"][t] / row["behavior_probs"][t]
         else:
             w = torch.ones((), **DOUBLE)
-        kinds = {"retrace": lambda: times(lambda_, clip(w, options["c_bar"])), "importance_sampling": lambda: w}
-        kinds |= {"q_lambda": lambda: lambda_, "tree_backup": lambda: times(lambda_, row["policy_probs"][t])}
-        c = kinds[options["trace"]]()
+        if options["trace"] == "retrace":
+            c = times(lambda_, clip(w, options["c_bar"]))
+        elif options["trace"] == "tree_backup":
+            c = times(lambda_, row["policy_probs"][t])
+        else:
+            c = w if options["trace"] == "importance_sampling" else lambda_
         delta = reward + times(gamma, v) - q
         correction = delta if cut else delta + times(gamma, u.get(then, u["edge"]))
         x_next = v if cut else targets.get(then, targets["edge"])
@@ -385,13 +391,20 @@ def by_loop(op, arguments):
         row = {k: x[n] if k in PER_ROW else list(x[n]) for k, x in rows.items()}
         steps, (flag_first, value_first) = steps_of(row, closed=not edges)
         last = row.get("last_values", zero)
-        edge = [x[n] for x in edges] if edges else {"retrace": (zero, zero), "gae": (zero,), "vtrace": (zero,)}.get(op, (last,))
+        edge = (
+            [x[n] for x in edges]
+            if edges
+            else {"retrace": (zero, zero), "gae": (zero,), "vtrace": (zero,)}.get(op, (last,))
+        )
         by_step, states, beyond = LOOPS[op](row, steps, edge if op == "retrace" else edge[0], options)
         width = 2 if op in ("gae", "vtrace", "retrace") else 1
         nothing = (zero,) * width
         results.append([torch.stack([by_step.get(t, nothing)[k] for t in range(n_steps)]) for k in range(width)])
         first = steps[-1][0] if steps else "edge"
-        at_start = [(value_first if b is None else zero) if flag_first else s[first] for s, b in zip(states, beyond, strict=True)]
+        at_start = [
+            (value_first if b is None else zero) if flag_first else s[first]
+            for s, b in zip(states, beyond, strict=True)
+        ]
         carries.append(at_start)
     results = [torch.stack(x).reshape(*batch, n_steps).movedim(-1, dim) for x in zip(*results, strict=True)]
     return results, [torch.stack(x).reshape(batch) for x in zip(*carries, strict=True)]
@@ -435,10 +448,12 @@ def test_gradients_of_plain_loops(op, backend):
                 kinds = {"return_carry": True} if op.carries else {}
                 results = flat(getattr(rlt, op.name)(**given, **kinds, differentiable=True))
             else:
-                results = sum(by_loop(op.name, given), [])
+                results = [*itertools.chain(*by_loop(op.name, given))]
             total = weighted(results)
             wanted = [x for x in leaves.values() if x.requires_grad]
-            grads = torch.autograd.grad(total, wanted, allow_unused=True) if total.requires_grad else [None] * len(wanted)
+            grads = (
+                torch.autograd.grad(total, wanted, allow_unused=True) if total.requires_grad else [None] * len(wanted)
+            )
             grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
             names = [name for name, x in leaves.items() if x.requires_grad]
             gradients.append((total.detach(), dict(zip(names, grads, strict=True))))
@@ -446,6 +461,311 @@ def test_gradients_of_plain_loops(op, backend):
         torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-11)
         for name, grad in theirs.items():
             assert_close(ours[name], grad, max_error=1e-11, name=name)
-            assert (ours[name].cpu()[grad == 0].abs() <= 1e-12).all(), name
+            assert not ours[name].cpu()[grad == 0].any(), name
 
     compare()
+
+
+# ----------------------------------------------------------------------------------------- values, dtypes, what is read
+
+
+@pytest.mark.parametrize("op", BACKWARD_OPS, ids=repr)
+def test_values_are_those_of_the_ordinary_call(op, backend):
+    @settings(max_examples=8 if backend.slow else 60)
+    @given(data=st.data())
+    def compare(data):
+        tensors, options, dtype = data.draw(windows(device=backend.device, max_steps=12, max_rows=3))
+        arguments = op.arguments(data, tensors, options, dtype)
+        if op.carries:
+            arguments["return_carry"] = True
+        function = getattr(rlt, op.name)
+        ours, expected = flat(function(**arguments, differentiable=True)), flat(function(**arguments))
+        for k, (x, want) in enumerate(zip(ours, expected, strict=True)):
+            assert x.shape == want.shape
+            assert_result(x, want, dtype, f"result {k}")
+
+    compare()
+
+
+@pytest.mark.parametrize("op", ["accumulating", "replacing", "cumsum"])
+def test_values_of_forward_ops_are_those_of_the_ordinary_call(op, backend):
+    @settings(max_examples=8 if backend.slow else 60)
+    @given(data=st.data())
+    def compare(data):
+        tensors, options, dtype = data.draw(windows(device=backend.device, max_steps=12, max_rows=3))
+        x, done = tensors["rewards"], tensors["terminated"]
+        arguments = {"time_dim": options["time_dim"], "flags_at": options.get("flags_at", "end"), "return_final": True}
+        if data.draw(st.booleans()):
+            x = torch.stack([x, 2 * x], dim=-1)
+        if data.draw(st.booleans()):
+            arguments["initial"] = torch.ones_like(x.select(options["time_dim"] % done.dim(), 0))
+        arguments["valid"] = tensors.get("valid")
+        if op != "cumsum":
+            arguments |= {"kind": op, "gamma": options["gamma"], "lambda_": options["lambda_"]}
+        function = rlt.episodic_cumsum if op == "cumsum" else rlt.eligibility_traces
+        for y, want in zip(
+            function(x, done, **arguments, differentiable=True), function(x, done, **arguments), strict=True
+        ):
+            assert y.shape == want.shape
+            assert_result(y, want, dtype)
+
+    compare()
+
+
+def small_calls(device, dtype=torch.float32, n_rows=2, n_steps=3):
+    """{name: (function, tensors that may require a gradient, other arguments)} of every op."""
+
+    def x(*shape):
+        return torch.linspace(-1, 1, n_rows * n_steps, dtype=dtype, device=device).reshape(n_rows, n_steps)
+
+    def last():
+        return torch.ones(n_rows, dtype=dtype, device=device)
+
+    done = {"terminated": torch.zeros(n_rows, n_steps, dtype=torch.bool, device=device)}
+    forward = {"done": done["terminated"]}
+    base, edge = {"rewards": x(), "values": x()}, {"last_values": last()}
+    return {
+        "gae": (rlt.gae, base | edge, done),
+        "td_lambda_returns": (rlt.td_lambda_returns, base | edge, done),
+        "discounted_returns": (rlt.discounted_returns, {"rewards": x()} | edge, done),
+        "n_step_returns": (rlt.n_step_returns, base | edge, done | {"n": 2}),
+        "vtrace": (rlt.vtrace, base | edge | {"log_rhos": x()}, done),
+        "retrace": (
+            rlt.retrace,
+            {"rewards": x(), "q_values": x(), "expected_next_q": x(), "log_rhos": x()},
+            done,
+        ),
+        "eligibility_traces": (rlt.eligibility_traces, {"x": x(), "initial": last()}, forward),
+        "episodic_cumsum": (rlt.episodic_cumsum, {"x": x(), "initial": last()}, forward),
+        "affine_scan": (rlt.affine_scan, {"alpha": x(), "beta": x(), "initial": last()}, {}),
+    }
+
+
+ALL_OPS = list(small_calls("cpu"))
+
+
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_no_graph_by_default(op, backend):
+    function, inputs, given = small_calls(backend.device)[op]
+    inputs = {k: x.requires_grad_() for k, x in inputs.items()}
+    assert not any(x.requires_grad for x in flat(function(**inputs, **given)))
+    assert all(x.requires_grad for x in flat(function(**inputs, **given, differentiable=True)))
+    with torch.no_grad():
+        assert not any(x.requires_grad for x in flat(function(**inputs, **given, differentiable=True)))
+
+
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_out_is_an_error(op):
+    function, inputs, given = small_calls("cpu")[op]
+    out = tuple(torch.empty(2, 3) for _ in flat(function(**inputs, **given)))
+    message = (
+        f"{op}: out was given with differentiable=True, but results that carry a graph are new tensors; pass out=None, "
+        "or differentiable=False for results without a graph"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        function(**inputs, **given, out=out if len(out) > 1 else out[0], differentiable=True)
+
+
+def test_arguments_are_checked_as_ever():
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="gae: the window's edge needs a value"):
+        rlt.gae(x, x, x, differentiable=True)
+    with pytest.raises(ValueError, match=re.escape("gae: carry has shape [3]")):
+        rlt.gae(x, x, x, last_values=None, carry=torch.ones(3), differentiable=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_dtypes(op, dtype, backend):
+    """Results and gradients have the dtypes of the ordinary results and of the inputs; the rounding comes last."""
+    function, inputs, given = small_calls(backend.device, dtype)[op]
+    exact = {k: x.detach().double().requires_grad_() for k, x in inputs.items()}
+    inputs = {k: x.requires_grad_() for k, x in inputs.items()}
+    results, expected = flat(function(**inputs, **given, differentiable=True)), flat(function(**inputs, **given))
+    doubles = flat(function(**exact, **given, differentiable=True))
+    for x, want, double in zip(results, expected, doubles, strict=True):
+        assert_result(x, want, dtype)
+        assert_result(x, double, dtype)
+    sum(x.float().sum() for x in results).backward()
+    sum(x.sum() for x in doubles).backward()
+    for name, x in inputs.items():
+        assert_result(x.grad, exact[name].grad, dtype, name)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_empty_and_single_steps(op, shape, backend):
+    function, inputs, given = small_calls(backend.device, torch.float64, *shape)[op]
+    inputs = {k: x.requires_grad_() for k, x in inputs.items()}
+    results, expected = flat(function(**inputs, **given, differentiable=True)), flat(function(**inputs, **given))
+    for x, want in zip(results, expected, strict=True):
+        assert x.shape == want.shape
+        assert x.dtype == want.dtype
+        torch.testing.assert_close(x, want)
+    grads = torch.autograd.grad(weighted(results), list(inputs.values()), allow_unused=True, create_graph=True)
+    assert all(g is None or g.isfinite().all() for g in grads)
+    if shape == (2, 1):
+        assert torch.autograd.gradgradcheck(
+            lambda *x: function(**dict(zip(inputs, x, strict=True)), **given, differentiable=True),
+            tuple(inputs.values()), fast_mode=backend.slow,
+        )  # fmt: skip
+
+
+def test_carry_of_no_steps(backend):
+    x = torch.zeros(2, 0, device=backend.device)
+    last, carry = (torch.ones(2, device=backend.device, requires_grad=True) for _ in range(2))
+    _, out = rlt.discounted_returns(x, x, last_values=last, return_carry=True, differentiable=True)
+    assert torch.autograd.grad(out.sum(), last)[0].tolist() == [1.0, 1.0]
+    _, out = rlt.gae(x, x, x, last_values=last, carry=carry, return_carry=True, differentiable=True)
+    assert torch.autograd.grad(out.sum(), carry)[0].tolist() == [1.0, 1.0]
+
+
+def test_unread_entries_have_no_gradient(backend):
+    """NaN and inf on rows that are no transition, in values of a terminal state, of a step that was not truncated, of
+    an edge that is cut, and behind a factor of zero: each has a gradient of exactly 0, and nobody else sees them."""
+    device = backend.device
+    ends, cuts = flags("0100000", "0000001").to(device), flags("0001000", "0000000").to(device)
+    valid = flags("1111011", "1101111").to(device)
+    read = {
+        "rewards": valid,
+        # V of a step is its own and that of the step before; both rows are read wherever they are valid.
+        "values": valid,
+        "bootstrap_values": flags("0001000", "0000000").to(device),
+        "last_values": torch.tensor([True, False], device=device),
+        "log_rhos": valid,
+    }
+    bad = [NAN, INF, -INF]
+    inputs = {}
+    for k, (name, mask) in enumerate(read.items()):
+        x = normal(2, seed=k) if mask.dim() == 1 else normal(2, 7, seed=k)
+        noise = torch.tensor(bad, **DOUBLE)[torch.arange(x.numel()) % 3].reshape(x.shape)
+        inputs[name] = torch.where(mask, x.to(device), noise.to(device)).requires_grad_()
+    gamma = torch.tensor(0.9, **DOUBLE, device=device, requires_grad=True)
+    given = {"terminated": ends, "truncated": cuts, "valid": valid, "gamma": gamma}
+
+    def grads_of(function, *names, **more):
+        chosen = {name: inputs[name] for name in names}
+        result = function(**chosen, **given, **more, return_carry=True, differentiable=True)
+        grads = torch.autograd.grad(weighted(flat(result)), [*chosen.values(), gamma])
+        assert grads[-1].isfinite()
+        return dict(zip(names, grads, strict=False))
+
+    everything = ("rewards", "values", "bootstrap_values", "last_values")
+    for grads in (
+        grads_of(rlt.gae, *everything),
+        grads_of(rlt.td_lambda_returns, *everything),
+        grads_of(rlt.discounted_returns, "rewards", "bootstrap_values", "last_values"),
+        grads_of(rlt.vtrace, *everything, "log_rhos", rho_bar=INF, c_bar=INF),
+    ):
+        for name, grad in grads.items():
+            assert grad.isfinite().all(), name
+            assert (grad[~read[name]] == 0).all(), name
+            assert name == "values" or grad[read[name]].all(), name
+
+
+def test_a_factor_of_zero_reads_nothing(backend):
+    """Its own derivative is that of the product where that is finite, else 0."""
+    device = backend.device
+    x = torch.ones(1, 4, **DOUBLE, device=device)
+    r = torch.tensor([[1.0, 1.0, NAN, 1.0]], **DOUBLE, device=device, requires_grad=True)
+    v = torch.tensor([[1.0, 2.0, INF, 1.0]], **DOUBLE, device=device, requires_grad=True)
+    gamma = torch.tensor([[0.5, 0.0, 0.5, 0.0]], **DOUBLE, device=device, requires_grad=True)
+    last = torch.tensor([3.0], **DOUBLE, device=device, requires_grad=True)
+    a = rlt.gae(r, v, 0 * x, last_values=last, gamma=gamma, lambda_=1.0, differentiable=True).advantages
+    # A[0] = r0 + γ0 V1 - V0 + γ0 A[1],  A[1] = r1 - V1,  A[3] = r3 + γ3 last - V3
+    grads = torch.autograd.grad(a[0, 0] + a[0, 1] + a[0, 3], (r, v, gamma, last))
+    expected = [[[1.0, 1.5, 0.0, 1.0]], [[-1.0, -1.0, 0.0, -1.0]], [[1.0, 0.0, 0.0, 3.0]], [0.0]]
+    for grad, want in zip(grads, expected, strict=True):
+        assert grad.tolist() == want
+
+
+def test_clipped_ratios(backend):
+    """Where a bar clips the gradient is the bar's; a ratio that overflows is clipped like any other."""
+    device = backend.device
+    x = torch.ones(1, 3, **DOUBLE, device=device)
+    log_rhos = torch.tensor([[5000.0, -0.5, 0.5]], **DOUBLE, device=device, requires_grad=True)
+    bar = torch.tensor(0.9, **DOUBLE, device=device, requires_grad=True)
+    options = dict(rho_bar=bar, c_bar=bar, gamma=0.5, last_values=None, differentiable=True)
+    result = rlt.vtrace(x, 0 * x, 0 * x, log_rhos=log_rhos, **options)
+    ratio, of_bar = torch.autograd.grad(result.targets.sum() + result.advantages.sum(), (log_rhos, bar))
+    assert ratio[0, 0] == 0
+    assert ratio[0, 2] == 0
+    assert ratio[0, 1] > 0
+    assert of_bar > 0
+    mu = torch.tensor([[0.0, 0.5, 0.5]], **DOUBLE, device=device, requires_grad=True)
+    pi = torch.tensor([[0.5, 0.2, 0.9]], **DOUBLE, device=device, requires_grad=True)
+    result = rlt.retrace(
+        x, 0 * x, 0 * x, expected_next_q=x, policy_probs=pi, behavior_probs=mu, gamma=0.5, differentiable=True
+    )
+    for grad in torch.autograd.grad(result.targets.sum() + result.advantages.sum(), (pi, mu)):
+        assert grad.isfinite().all()
+        assert (grad[0, [0, 2]] == 0).all()
+        assert grad[0, 1] != 0
+
+
+def test_actions_of_probability_zero_are_not_read(backend):
+    device = backend.device
+    q = torch.tensor([[[1.0, NAN, 3.0], [INF, 2.0, -INF]]], device=device, requires_grad=True)
+    p = torch.tensor([[[0.5, 0.0, 0.5], [0.0, 1.0, 0.0]]], device=device, requires_grad=True)
+    x = torch.zeros(1, 2, device=device)
+    result = rlt.retrace(x, x, x, next_q_values=q, next_policy_probs=p, gamma=1.0, differentiable=True)
+    of_q, of_p = torch.autograd.grad(result.targets.sum(), (q, p))
+    assert of_q.tolist() == [[[0.5, 0.0, 0.5], [0.0, 2.0, 0.0]]]
+    assert of_p.tolist() == [[[1.0, 0.0, 3.0], [0.0, 4.0, 0.0]]]
+
+
+def test_a_bad_episode_stays_alone(backend):
+    """A loss over one episode has the gradient that it would have without NaN in another, of shared factors too."""
+    x = normal(2, 6, seed=1).to(backend.device)
+    ends = flags("001000", "000000").to(backend.device)
+
+    def grads_of(bad):
+        r = x.clone()
+        r[0, 4] = r[1, 2] = bad
+        r.requires_grad_()
+        factors = [torch.tensor(y, **DOUBLE, device=x.device, requires_grad=True) for y in (0.9, 0.8)]
+        options = dict(log_rhos=0.1 * x, last_values=None, differentiable=True)
+        result = rlt.vtrace(r, x, ends, gamma=factors[0], lambda_=factors[1], **options)
+        return torch.autograd.grad(result.targets[0, :3].sum() + result.advantages[0, :3].sum(), (r, *factors))
+
+    for clean, dirty in zip(grads_of(1.0), grads_of(NAN), strict=True):
+        assert torch.equal(clean, dirty)
+
+
+# --------------------------------------------------------------------------------------------------- chains, backends
+
+
+def test_chained_windows_have_the_gradient_of_one(backend):
+    rewards, values, last = (x.to(backend.device) for x in (normal(2, 9, seed=1), normal(2, 9, seed=2), normal(2)))
+    ends = flags("001000000", "000010001").to(backend.device)
+    inputs = [x.requires_grad_() for x in (rewards, values, last)]
+    options = dict(log_rhos=0.1 * rewards, gamma=0.9, differentiable=True)
+    whole = rlt.vtrace(rewards, values, ends, last_values=last, **options)
+    early, late = (slice(None), slice(0, 4)), (slice(None), slice(4, None))
+    options["log_rhos"] = 0.1 * rewards[late]
+    second, carry = rlt.vtrace(rewards[late], values[late], ends[late], last_values=last, return_carry=True, **options)
+    options["log_rhos"] = 0.1 * rewards[early]
+    first = rlt.vtrace(rewards[early], values[early], ends[early], last_values=values[:, 4], carry=carry, **options)
+    parts = [torch.cat(pair, dim=1) for pair in zip(first, second, strict=True)]
+    for ours, want in zip(*(torch.autograd.grad(weighted(y), inputs) for y in (parts, whole)), strict=True):
+        assert_close(ours, want, max_error=1e-13)
+
+
+def test_the_carry_is_no_view_of_a_result(backend):
+    x = torch.ones(2, 3, device=backend.device, requires_grad=True)
+    returns, carry = rlt.discounted_returns(x, 0 * x, last_values=None, return_carry=True, differentiable=True)
+    before = returns.detach().clone()
+    carry.mul_(2)
+    assert torch.equal(returns, before)
+    returns.sum().backward()
+
+
+def test_backward_runs_on_the_backend_of_the_forward(monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.ones(2, 3, device=device, requires_grad=True)
+    with rlt.backend("triton"):
+        y = rlt.affine_scan(x, 0.5, differentiable=True)
+    monkeypatch.setattr(_cpu, "run", None)
+    y.sum().backward()
+    assert x.grad.tolist() == [[1.0, 1.5, 1.75]] * 2
