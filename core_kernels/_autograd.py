@@ -37,7 +37,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(factor, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         factor, x = ctx.saved_tensors
         zero = _Product._zero(factor, x, ctx.either)
         wants_factor, wants_x, _ = ctx.needs_input_grad
@@ -60,7 +60,7 @@ class _Quotient(torch.autograd.Function):
         ctx.save_for_backward(inputs[1], output)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         y, quotient = ctx.saved_tensors
         inverse = _Quotient.apply(torch.ones_like(y), y)
         grad_x = _Product.apply(grad, inverse, True)
@@ -79,7 +79,7 @@ class _Exponential(torch.autograd.Function):
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _Product.apply(grad, ctx.saved_tensors[0], True)
 
 
@@ -108,7 +108,7 @@ class _Scan(torch.autograd.Function):
         ctx.backend = _backend._chosen.get()  # a backward may run in another thread, or after the `with` block
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         beta, initial, y = ctx.saved_tensors
         dim, reverse = ctx.dim, ctx.reverse
         n_steps = grad.shape[dim]

@@ -87,7 +87,7 @@ def _successors(call: _Call, b: Successors, closed: bool) -> _Bounds:
     flagged = b.terminated.bool()
     if b.last_done is not None:
         flagged = call.following(flagged, b.last_done.bool())
-    next_values = None if b.next_values is None else call.read(b.next_values)
+    next_values: Any = None if b.next_values is None else call.read(b.next_values)
     flag_value = call.zeros()
     if b.truncated is not None:
         cut_short = b.truncated.bool() & ~flagged

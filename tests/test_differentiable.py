@@ -14,12 +14,21 @@ from windows import assert_result, windows
 import rl_triton as rlt
 from rl_triton import _cpu
 from rl_triton._launch import LaunchConfig, configured
+from rl_triton.estimators.retrace import TRACES
 from rl_triton.testing import assert_close
 
 SMALL = LaunchConfig(rows=2, time=8)
 NAN, INF = float("nan"), float("inf")
 BACKWARD_OPS = [Op("gae"), *OPS]
 DOUBLE = dict(dtype=torch.float64)
+
+
+def on_backends(name, everything, one):
+    """Parametrize a test over `everything`, but over `one` alone in Triton's interpreter: what differs is the scan."""
+    cases = {"cpu": everything, "triton": everything if torch.cuda.is_available() else [one]}
+    pairs = [(backend, case) for backend, some in cases.items() for case in some]
+    ids = [" ".join([backend, *([case] if isinstance(case, str) else case)]) for backend, case in pairs]
+    return pytest.mark.parametrize(("backend", name), pairs, indirect=["backend"], ids=ids)
 
 
 @pytest.fixture(autouse=True)
@@ -133,14 +142,14 @@ def check(backend, function, inputs, twice=False):
         assert torch.autograd.gradgradcheck(function, inputs, fast_mode=backend.slow)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@on_backends("window", list(WINDOWS), "gaps, carry")
 @pytest.mark.parametrize("op", BACKWARD_OPS, ids=repr)
 def test_finite_differences(op, window, backend):
     constants, inputs = call_of(op.name, window, backend.device)
     check(backend, of_inputs(op.name, constants, list(inputs), op.carries), tuple(inputs.values()))
 
 
-@pytest.mark.parametrize("op", ["gae", "vtrace", "n_step_returns"])
+@on_backends("op", ["gae", "vtrace", "n_step_returns"], "gae")
 def test_second_derivatives(op, backend):
     window = "plain" if backend.slow else "tensor factors"
     constants, inputs = call_of(op, window, backend.device)
@@ -157,9 +166,9 @@ def test_vtrace_of_log_probs(backend):
     check(backend, of_inputs("vtrace", constants, list(inputs), True), tuple(inputs.values()))
 
 
-@pytest.mark.parametrize("trace", ["retrace", "tree_backup", "importance_sampling", "q_lambda"])
-@pytest.mark.parametrize("form", ["none", "log_rhos", "taken", "all"])
-def test_retrace_forms(trace, form, backend):
+@on_backends("variant", list(itertools.product(TRACES, ["none", "log_rhos", "taken", "all"])), ("tree_backup", "all"))
+def test_retrace_forms(variant, backend):
+    trace, form = variant
     constants, inputs = call_of("retrace", "gaps", backend.device)
     del inputs["log_rhos"], inputs["expected_next_q"]
     inputs |= {"next_q_values": normal(2, 6, 3, seed=1), "next_policy_probs": normal(2, 6, 3, seed=2).softmax(-1)}
@@ -180,10 +189,17 @@ def test_retrace_forms(trace, form, backend):
     check(backend, function, tuple(inputs.values()))
 
 
-@pytest.mark.parametrize("features", [(), (2,)], ids=["", "features"])
-@pytest.mark.parametrize("flags_at", ["end", "start"])
-@pytest.mark.parametrize("op", ["accumulating", "replacing", "cumsum"])
-def test_forward_ops(op, flags_at, features, backend):
+FORWARD_OPS = ["accumulating", "replacing", "cumsum"]
+
+
+@on_backends(
+    "variant",
+    list(itertools.product(FORWARD_OPS, ["end", "start"], ["", "features"])),
+    ("accumulating", "end", "features"),
+)
+def test_forward_ops(variant, backend):
+    op, flags_at, features = variant
+    features = (2,) if features else ()
     x = normal(2, 6, *features, seed=1)
     if op == "replacing":
         x = torch.where(x > 0, x + 0.1, 0.0)
@@ -204,10 +220,10 @@ def test_forward_ops(op, flags_at, features, backend):
     check(backend, lambda x, initial, gamma=None: function(x, initial, gamma), inputs)
 
 
-@pytest.mark.parametrize("reverse", [True, False])
-@pytest.mark.parametrize("with_initial", [True, False])
-def test_affine_scan(reverse, with_initial, backend):
+@on_backends("variant", list(itertools.product(["backward", "forward"], ["", "initial"])), ("backward", "initial"))
+def test_affine_scan(variant, backend):
     """A factor of exactly zero too: its own derivative is that of the product."""
+    reverse, with_initial = variant[0] == "backward", bool(variant[1])
     alpha, beta, initial = normal(2, 4, 2, seed=1), normal(2, 4, 2, seed=2), normal(2, 2, seed=3)
     beta[0, 2, 1] = beta[1, 0, 0] = 0.0
     alpha, beta, initial = (x.to(backend.device).requires_grad_() for x in (alpha, beta, initial))
@@ -422,7 +438,7 @@ def weighted(tensors):
 def test_gradients_of_plain_loops(op, backend):
     """Windows of any shape, layout and boundary; what is not read holds NaN, and its gradient is 0."""
 
-    @settings(max_examples=8 if backend.slow else 60)
+    @settings(max_examples=3 if backend.slow else 60)
     @given(data=st.data())
     def compare(data):
         tensors, options, _ = data.draw(windows(max_steps=8, max_rows=3))
@@ -471,7 +487,7 @@ def test_gradients_of_plain_loops(op, backend):
 
 @pytest.mark.parametrize("op", BACKWARD_OPS, ids=repr)
 def test_values_are_those_of_the_ordinary_call(op, backend):
-    @settings(max_examples=8 if backend.slow else 60)
+    @settings(max_examples=3 if backend.slow else 30)
     @given(data=st.data())
     def compare(data):
         tensors, options, dtype = data.draw(windows(device=backend.device, max_steps=12, max_rows=3))
@@ -487,9 +503,9 @@ def test_values_are_those_of_the_ordinary_call(op, backend):
     compare()
 
 
-@pytest.mark.parametrize("op", ["accumulating", "replacing", "cumsum"])
+@pytest.mark.parametrize("op", FORWARD_OPS)
 def test_values_of_forward_ops_are_those_of_the_ordinary_call(op, backend):
-    @settings(max_examples=8 if backend.slow else 60)
+    @settings(max_examples=3 if backend.slow else 30)
     @given(data=st.data())
     def compare(data):
         tensors, options, dtype = data.draw(windows(device=backend.device, max_steps=12, max_rows=3))
@@ -544,7 +560,7 @@ def small_calls(device, dtype=torch.float32, n_rows=2, n_steps=3):
 ALL_OPS = list(small_calls("cpu"))
 
 
-@pytest.mark.parametrize("op", ALL_OPS)
+@on_backends("op", ALL_OPS, "retrace")
 def test_no_graph_by_default(op, backend):
     function, inputs, given = small_calls(backend.device)[op]
     inputs = {k: x.requires_grad_() for k, x in inputs.items()}
@@ -574,8 +590,8 @@ def test_arguments_are_checked_as_ever():
         rlt.gae(x, x, x, last_values=None, carry=torch.ones(3), differentiable=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@on_backends("op", ALL_OPS, "vtrace")
 def test_dtypes(op, dtype, backend):
     """Results and gradients have the dtypes of the ordinary results and of the inputs; the rounding comes last."""
     function, inputs, given = small_calls(backend.device, dtype)[op]
@@ -593,7 +609,7 @@ def test_dtypes(op, dtype, backend):
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0), (2, 1)], ids=str)
-@pytest.mark.parametrize("op", ALL_OPS)
+@on_backends("op", ALL_OPS, "n_step_returns")
 def test_empty_and_single_steps(op, shape, backend):
     function, inputs, given = small_calls(backend.device, torch.float64, *shape)[op]
     inputs = {k: x.requires_grad_() for k, x in inputs.items()}
