@@ -695,6 +695,34 @@ def test_a_factor_of_zero_reads_nothing(backend):
         assert grad.tolist() == want
 
 
+def test_a_gradient_of_nan_does_not_pass_a_zero(backend):
+    """What a loss sends back reaches only what was read, NaN too."""
+    device = backend.device
+    ones = torch.ones(1, 3, **DOUBLE, device=device)
+    last = torch.tensor([3.0], **DOUBLE, device=device, requires_grad=True)
+    alpha = ones.clone().requires_grad_()
+    beta = torch.tensor([[0.5, 0.0, 0.0]], **DOUBLE, device=device)
+    y = rlt.affine_scan(alpha, beta, initial=last, differentiable=True)
+    # y[0] reads α[0] and α[1], y[1] and y[2] their own
+    sent = torch.tensor([[1.0, NAN, NAN], [NAN, 1.0, 1.0]], **DOUBLE, device=device)
+    for row, reached in zip(sent, ([False, True, True], [True, True, False]), strict=True):
+        of_alpha, of_last = torch.autograd.grad(y, (alpha, last), row[None], retain_graph=True)
+        assert of_alpha[0].isnan().tolist() == reached
+        assert of_last.tolist() == [0.0]
+
+    rewards, values = (ones.clone().requires_grad_() for _ in range(2))
+    for gamma in (0.0, torch.zeros((), device=device)):
+        result = rlt.gae(rewards, values, 0 * ones, last_values=last, gamma=gamma, differentiable=True)
+        grads = torch.autograd.grad(result.advantages, (last, rewards), torch.tensor([[1.0, NAN, NAN]]).to(ones))
+        assert grads[0].tolist() == [0.0]
+        assert grads[1].isnan().tolist() == [[False, True, True]]
+    log_rhos = torch.tensor([[0.0, -INF, 0.0]], **DOUBLE, device=device)
+    result = rlt.vtrace(rewards, values, 0 * ones, log_rhos=log_rhos, last_values=last, differentiable=True)
+    grads = torch.autograd.grad(result, (last, rewards), [torch.tensor([[1.0, NAN, 1.0]]).to(ones)] * 2)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[1][0, 1] == 0  # a ratio of zero reads no reward
+
+
 def test_clipped_ratios(backend):
     """Where a bar clips the gradient is the bar's; a ratio that overflows is clipped like any other."""
     device = backend.device
