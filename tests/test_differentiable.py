@@ -638,7 +638,7 @@ def test_carry_of_no_steps(backend):
 
 def test_unread_entries_have_no_gradient(backend):
     """NaN and inf on rows that are no transition, in values of a terminal state, of a step that was not truncated, of
-    an edge that is cut, and behind a factor of zero: each has a gradient of exactly 0, and nobody else sees them."""
+    an edge that is cut: each has a gradient of exactly 0, and nobody else sees them."""
     device = backend.device
     ends, cuts = flags("0100000", "0000001").to(device), flags("0001000", "0000000").to(device)
     valid = flags("1111011", "1101111").to(device)
