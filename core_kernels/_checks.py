@@ -281,6 +281,16 @@ def outputs(
     return tuple(given)
 
 
+def no_out(op: str, out: Any) -> None:
+    """Results that carry a graph are not written into a tensor of the caller's."""
+    if out is not None:
+        _value_error(
+            op,
+            "out was given with differentiable=True, but results that carry a graph are new tensors; pass out=None, or "
+            "differentiable=False for results without a graph",
+        )
+
+
 def data(op: str, inputs: Mapping[str, Any], boundary: Any) -> None:
     """What only the data can tell: flags that are not 0 or 1, NaN in a step that counts, an action that is not there,
     a behavior probability of 0. Waits for the device."""

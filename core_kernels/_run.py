@@ -37,6 +37,7 @@ def estimate(
     carry_name: str = "carry",
     return_carry: bool = False,
     out: Any = None,
+    differentiable: bool = False,
     names: tuple[str, ...] = ("out",),
     promoting: Iterable[torch.Tensor | None] = (),
     also_read: Mapping[str, torch.Tensor | None] | None = None,
@@ -47,6 +48,7 @@ def estimate(
     like: the first per-step tensor, whose shape the results have; its name is the first of `inputs`. promoting: the
     tensors that decide the dtype of the results, beside the values in `boundary`. also_read: tensors that `inputs` and
     `boundary` hold inside an `Expectation` or a `Taken`, by the names that users know them by. names: the results.
+    differentiable: where gradients are recorded at all, results carry their graph.
 
     Returns the results, and the scanned state and target at the window's far edge if `return_carry`.
     """
@@ -55,11 +57,30 @@ def estimate(
     read |= {f"{carry_name}[{i}]" if carry[1] is not None else carry_name: x for i, x in enumerate(carry)}
     device = _checks.same_device(op, read.items())
     dtype = result_dtype(promoting, boundary)
-    outputs = _checks.outputs(op, out, names, like, dtype, read.items())
+    if differentiable:
+        _checks.no_out(op, out)
+    graph = differentiable and torch.is_grad_enabled()
+    outputs = () if graph else _checks.outputs(op, out, names, like, dtype, read.items())
     if _checks.READS_DATA:
         _checks.data(op, inputs, boundary)
 
     arithmetic = arithmetic_of(dtype)
+    if graph:
+        from rl_triton import _differentiable
+
+        return _differentiable.estimate(
+            algorithm,
+            time_dim,
+            like=like,
+            inputs=inputs,
+            factors=factors,
+            boundary=boundary,
+            carry=carry,
+            return_carry=return_carry,
+            dtype=dtype,
+            arithmetic=arithmetic,
+            window=window,
+        )
     final: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if return_carry:
         rows = (*like.shape[:time_dim], *like.shape[time_dim + 1 :])

@@ -58,6 +58,7 @@ def affine_scan(
     reverse: bool = True,
     time_dim: int = -1,
     out: torch.Tensor | None = None,
+    differentiable: bool = False,
 ) -> torch.Tensor:
     """First-order affine recurrence along the time axis.
 
@@ -74,10 +75,12 @@ def affine_scan(
         reverse: scan backward in time.
         time_dim: the time axis.
         out: a tensor to write to; may not share memory with an input.
+        differentiable: results carry the graph of the formula above, for every input; excludes `out`.
 
     Returns:
         y, of the shape of `alpha` and the promoted dtype of alpha, beta and initial (a float beta does not count);
-        16-bit results are computed in float32. It carries no autograd graph.
+        16-bit results are computed in float32. It carries no autograd graph unless
+        `differentiable`.
 
     Raises:
         ValueError: a shape or device that does not fit; the message says what to pass.
@@ -97,6 +100,7 @@ def affine_scan(
         carry=(_run.check_carry(op, "initial", initial, "alpha", alpha, axis), None),
         carry_name="initial",
         out=out,
+        differentiable=differentiable,
         promoting=(alpha, beta if isinstance(beta, torch.Tensor) else None, initial),
     )
     return outputs[0]

@@ -66,6 +66,7 @@ def discounted_returns(
     carry: torch.Tensor | None = None,
     return_carry: bool = False,
     out: torch.Tensor | None = None,
+    differentiable: bool = False,
 ) -> Any:
     """Discounted returns (Sutton & Barto 2018, eq. 3.8-3.9), bootstrapped where an episode was cut.
 
@@ -94,10 +95,11 @@ def discounted_returns(
         carry: G one step past the window, one per row: what a later window returned; in place of the edge's value.
         return_carry: also return G at the first row, for the window before this one, in the dtype of the arithmetic.
         out: a tensor to write to; may not share memory with an input.
+        differentiable: results carry the graph of the formula above, for every input; excludes `out`.
 
     Returns:
         G, of the shape of `rewards` and the promoted dtype of rewards, bootstrap, last and next values. With
-        `return_carry`, the pair (G, carry). It carries no autograd graph.
+        `return_carry`, the pair (G, carry). It carries no autograd graph unless `differentiable`.
 
     Raises:
         ValueError: a shape, device or combination of arguments that does not fit; the message says what to pass.
@@ -130,6 +132,7 @@ def discounted_returns(
         carry=(_run.check_carry(op, "carry", carry, "rewards", rewards, axis), None),
         return_carry=return_carry,
         out=out,
+        differentiable=differentiable,
         promoting=(rewards,),
     )
     return (outputs[0], final) if return_carry else outputs[0]

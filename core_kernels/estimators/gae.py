@@ -79,6 +79,7 @@ def gae(
     carry: torch.Tensor | None = None,
     return_carry: bool = False,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    differentiable: bool = False,
 ) -> Any:
     """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 11-16).
 
@@ -114,11 +115,12 @@ def gae(
         return_carry: also return the scanned quantity at the first row, for the window before this one, in the dtype
             of the arithmetic (float32; float64 if the result is).
         out: (advantages, returns) to write to; may not share memory with an input.
+        differentiable: results carry the graph of the formula above, for every input; excludes `out`.
 
     Returns:
         GAE(advantages, returns), of the shape of `rewards` and the promoted dtype of rewards, values, bootstrap, last
         and next values; 16-bit results are computed in float32. With `return_carry`, the pair (GAE, carry). Results
-        carry no autograd graph.
+        carry no autograd graph unless `differentiable`.
 
     Raises:
         ValueError: a shape, device or combination of arguments that does not fit; the message says what to pass.
@@ -155,6 +157,7 @@ def gae(
         carry=(_run.check_carry(op, "carry", carry, "rewards", rewards, axis), None),
         return_carry=return_carry,
         out=out,
+        differentiable=differentiable,
         names=GAE._fields,
         promoting=(rewards, values),
     )

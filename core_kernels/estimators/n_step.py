@@ -39,6 +39,7 @@ def n_step_returns(
     flags_at: str = "end",
     last_done: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    differentiable: bool = False,
 ) -> torch.Tensor:
     """n-step returns (Sutton & Barto 2018, eq. 7.1), with the shorter exponent where an episode or the window ends.
 
@@ -68,10 +69,12 @@ def n_step_returns(
             required and `truncated` is not available.
         last_done: with flags_at="start", whether the last step ended an episode, one per row.
         out: a tensor to write to; may not share memory with an input.
+        differentiable: results carry the graph of the formula above, for every input; excludes `out`.
 
     Returns:
         G, of the shape of `rewards` and the promoted dtype of rewards, values, bootstrap, last and next values. It
-        carries no autograd graph. A window has no state of one step, so windows are chained by overlapping them.
+        carries no autograd graph unless `differentiable`. A window has no state of one step, so windows are chained by
+        overlapping them.
 
     Raises:
         ValueError: a shape, device or combination of arguments that does not fit; the message says what to pass.
@@ -111,6 +114,7 @@ def n_step_returns(
         boundary=boundary,
         carry=(None, None),
         out=out,
+        differentiable=differentiable,
         promoting=(rewards, values),
         also_read={"values": values},
         window=n if n < rewards.shape[axis] else None,

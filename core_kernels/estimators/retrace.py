@@ -182,6 +182,7 @@ def retrace(
     carry: tuple[torch.Tensor, torch.Tensor] | None = None,
     return_carry: bool = False,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    differentiable: bool = False,
 ) -> Any:
     """Retrace(λ) and relatives (Munos et al. 2016, arXiv 1606.02647, eq. 3-4; Harutyunyan et al. 2016, 1602.04951).
 
@@ -228,11 +229,13 @@ def retrace(
         carry: (c D, targets) one step past the window, one per row each: what a later window returned.
         return_carry: also return that pair at the first row, for the window before this one.
         out: (targets, advantages) to write to; may not share memory with an input.
+        differentiable: results carry the graph of the formula above, for every input; excludes `out`. Where a bar
+            clips, the gradient is the bar's, not the ratio's.
 
     Returns:
         Retrace(targets, advantages), of the shape of `rewards` and the promoted dtype of rewards, q_values and the next
         q-values (probabilities and ratios do not count). With `return_carry`, the pair (Retrace, carry). Results carry
-        no autograd graph.
+        no autograd graph unless `differentiable`.
 
     Raises:
         ValueError: a shape, device or combination of arguments that does not fit; the message says what to pass.
@@ -271,6 +274,7 @@ def retrace(
         carry=_check_carry(op, carry, rewards, axis),
         return_carry=return_carry,
         out=out,
+        differentiable=differentiable,
         names=Retrace._fields,
         promoting=(rewards, q_values),
         also_read={

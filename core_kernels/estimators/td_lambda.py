@@ -84,6 +84,7 @@ def td_lambda_returns(
     carry: torch.Tensor | None = None,
     return_carry: bool = False,
     out: torch.Tensor | None = None,
+    differentiable: bool = False,
 ) -> Any:
     """λ-returns (Sutton & Barto 2018, eq. 12.18 with state values), the critic's target of TD(λ).
 
@@ -117,10 +118,11 @@ def td_lambda_returns(
             the value there.
         return_carry: also return G at the first row, for the window before this one, in the dtype of the arithmetic.
         out: a tensor to write to; may not share memory with an input.
+        differentiable: results carry the graph of the formula above, for every input; excludes `out`.
 
     Returns:
         G, of the shape of `rewards` and the promoted dtype of rewards, values, bootstrap, last and next values. With
-        `return_carry`, the pair (G, carry). It carries no autograd graph.
+        `return_carry`, the pair (G, carry). It carries no autograd graph unless `differentiable`.
 
     Raises:
         ValueError: a shape, device or combination of arguments that does not fit; the message says what to pass.
@@ -166,6 +168,7 @@ def td_lambda_returns(
         carry=(_run.check_carry(op, "carry", carry, "rewards", rewards, axis), None),
         return_carry=return_carry,
         out=out,
+        differentiable=differentiable,
         promoting=promoting,
         also_read={"values": values},
     )

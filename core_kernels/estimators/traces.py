@@ -75,6 +75,7 @@ def eligibility_traces(
     time_dim: int = -1,
     return_final: bool = False,
     out: torch.Tensor | None = None,
+    differentiable: bool = False,
 ) -> Any:
     """Eligibility traces (Sutton & Barto 2018, eq. 12.5; replacing: Singh & Sutton 1996, section 2).
 
@@ -97,9 +98,11 @@ def eligibility_traces(
         return_final: also return z after the last step, for the window that follows, in the dtype of the arithmetic; 0
             where the last step is done ("end" flags).
         out: a tensor to write to; may not share memory with an input.
+        differentiable: results carry the graph of the formula above, for every input; excludes `out`.
 
     Returns:
-        z, of the shape and dtype of `x`; with `return_final`, the pair (z, final). It carries no autograd graph.
+        z, of the shape and dtype of `x`; with `return_final`, the pair (z, final). It carries no autograd graph
+        unless `differentiable`.
 
     Raises:
         ValueError: a shape, device or value that does not fit; the message says what to pass.
@@ -115,7 +118,7 @@ def eligibility_traces(
         factors[name] = factor.unsqueeze(-1).expand(x.shape) if features and not isinstance(factor, float) else factor
     floats = all(isinstance(factor, float) for factor in factors.values())
     factors["gamma * lambda_"] = factors["gamma"] * factors["lambda_"] if floats else None
-    return _scan_forward(_TRACES[kind], axis, x, factors, boundary, initial, return_final, out)
+    return _scan_forward(_TRACES[kind], axis, x, factors, boundary, initial, return_final, out, differentiable)
 
 
 def episodic_cumsum(
@@ -128,6 +131,7 @@ def episodic_cumsum(
     time_dim: int = -1,
     return_final: bool = False,
     out: torch.Tensor | None = None,
+    differentiable: bool = False,
 ) -> Any:
     """Prefix sum that starts anew with every episode: episode returns and lengths so far (Blelloch 1990, section 1.5).
 
@@ -147,16 +151,18 @@ def episodic_cumsum(
         return_final: also return C after the last step, for the window that follows, in the dtype of the arithmetic; 0
             where the last step is done ("end" flags).
         out: a tensor to write to; may not share memory with an input.
+        differentiable: results carry the graph of the formula above, for every input; excludes `out`.
 
     Returns:
-        C, of the shape and dtype of `x`; with `return_final`, the pair (C, final). It carries no autograd graph.
+        C, of the shape and dtype of `x`; with `return_final`, the pair (C, final). It carries no autograd graph
+        unless `differentiable`.
 
     Raises:
         ValueError: a shape, device or value that does not fit; the message says what to pass.
         TypeError: an argument of the wrong type or dtype.
     """
     axis, boundary, _ = _check("episodic_cumsum", x, done, valid, flags_at, time_dim)
-    return _scan_forward(_CUMSUM, axis, x, {"one": 1.0}, boundary, initial, return_final, out)
+    return _scan_forward(_CUMSUM, axis, x, {"one": 1.0}, boundary, initial, return_final, out, differentiable)
 
 
 def _check(op, x, done, valid, flags_at, time_dim):
@@ -178,7 +184,7 @@ def _check(op, x, done, valid, flags_at, time_dim):
     return axis, Resets(None, over_x(done), over_x(valid), starts(op, flags_at)), features
 
 
-def _scan_forward(algorithm, axis, x, factors, boundary, initial, return_final, out):
+def _scan_forward(algorithm, axis, x, factors, boundary, initial, return_final, out, differentiable):
     outputs, (final, _) = _run.estimate(
         algorithm,
         axis,
@@ -190,6 +196,7 @@ def _scan_forward(algorithm, axis, x, factors, boundary, initial, return_final, 
         carry_name="initial",
         return_carry=return_final,
         out=out,
+        differentiable=differentiable,
         promoting=(x,),
     )
     if final is not None and not boundary.start and x.numel():

@@ -125,6 +125,7 @@ def vtrace(
     carry: torch.Tensor | None = None,
     return_carry: bool = False,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    differentiable: bool = False,
 ) -> Any:
     """V-trace (Espeholt et al. 2018, arXiv 1802.01561, eq. 1 and section 4.2).
 
@@ -165,11 +166,13 @@ def vtrace(
             the value there; x' at the edge is then last_values + carry.
         return_carry: also return D at the first row, for the window before this one, in the dtype of the arithmetic.
         out: (targets, advantages) to write to; may not share memory with an input.
+        differentiable: results carry the graph of the formula above, for every input; excludes `out`. Where a bar
+            clips, the gradient is the bar's, not the ratio's.
 
     Returns:
         VTrace(targets, advantages), of the shape of `rewards` and the promoted dtype of rewards, values, bootstrap,
         last and next values (ratios do not count). With `return_carry`, the pair (VTrace, carry). Results carry no
-        autograd graph: they are constants of the losses, as in the paper.
+        autograd graph unless `differentiable`: they are constants of the losses, as in the paper.
 
     Raises:
         ValueError: a shape, device or combination of arguments that does not fit; the message says what to pass.
@@ -219,6 +222,7 @@ def vtrace(
         carry=(_run.check_carry(op, "carry", carry, "rewards", rewards, axis), None),
         return_carry=return_carry,
         out=out,
+        differentiable=differentiable,
         names=VTrace._fields,
         promoting=(rewards, values),
     )
