@@ -188,6 +188,8 @@ def parse_shape(text: str) -> Shape:
 
 
 HEADLINE_SHAPES = _shapes("4096x128", "16384x512", "4096x2048", "65536x512")
+# Where each op's ratio to the compiled scan is a target.
+RATIO_SHAPES = _shapes("4096x128", "16384x512")
 LONG_SHAPES = _shapes("1x1048576", "8x131072", "64x16384", "64x131072", "256x65536")
 FULL_SHAPES = (
     *HEADLINE_SHAPES,
@@ -213,7 +215,7 @@ CPU_SHAPES = _shapes("16x5", "8x128", "1x2048", "8x2048", "64x2048", "1024x128",
 
 @dataclass(frozen=True)
 class Tier:
-    """A named set of cases and the baselines that are measured beside ours; () for `baselines` is none."""
+    """A named set of cases, and the baselines that are measured beside ours."""
 
     shapes: tuple[Shape, ...]
     ops: tuple[str, ...]
@@ -223,8 +225,8 @@ class Tier:
     truncations: tuple[bool, ...] = (False,)
 
     def cases(self) -> Iterator[Case]:
-        """Shape by shape, so that a run that is cut short has whole shapes."""
-        for shape, dtype, truncated in itertools.product(self.shapes, self.dtypes, self.truncations):
+        """Shape by shape, so that a run that is cut short has whole shapes; the plain cases of all shapes first."""
+        for dtype, truncated, shape in itertools.product(self.dtypes, self.truncations, self.shapes):
             for name, layout in itertools.product(self.ops, self.layouts):
                 op = OPS[name]
                 if truncated and not op.truncates:

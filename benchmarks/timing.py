@@ -3,8 +3,9 @@
 single: each call alone, synchronised before and after, so it holds the launch, the kernel and the wait.
 amortised: calls back to back, one wait at the end, wall time over their number.
 device: what the device spends, by one of three methods that the row names:
-  "graph": N calls captured in one CUDA graph, events around its replays, so the gaps between kernels count;
-  "events": single launches queued behind a sleeping kernel, so that the host is ahead of the device;
+  "graph": N calls captured in one CUDA graph, events around a replay, so the gaps between kernels count;
+  "events": events around single launches;
+both queued behind a sleeping kernel, so that the host is ahead of the device; and
   "events, host included": the same where a call takes the host longer than the device sleeps, or waits for it.
 """
 
@@ -25,7 +26,8 @@ Call = Callable[[], Any]
 _SLEEP_CYCLES = 4_000_000  # 2 ms at 2 GHz
 _SLEEP_US = 1500.0  # what of it is counted on
 _BURST_US = 5000.0  # of calls back to back
-_GRAPH_US = 300.0  # of a replay: short enough to repeat, long enough for the events' resolution
+_REPLAY_SLEEP_CYCLES = 200_000  # 0.1 ms: a replay takes the host less
+_GRAPH_US = 500.0  # of a replay: short enough to repeat, long enough for the events' resolution
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,10 @@ def device_time(calls: Sequence[Call], seconds: float, *, capture: bool) -> tupl
     return _by_events(calls, seconds)
 
 
-def _elapsed_us(run: Callable[[], Any]) -> float:
+def _elapsed_us(run: Callable[[], Any], sleep_cycles: int = 0) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if sleep_cycles:
+        torch.cuda._sleep(sleep_cycles)
     start.record()
     run()
     end.record()
@@ -147,17 +151,15 @@ def _by_graph(calls: Sequence[Call], seconds: float) -> Times:
     torch.cuda.synchronize()
     rotation = Rotation(calls)
     one = min(_elapsed_us(rotation) for _ in range(3))
-    # Every set of tensors takes part as often as the others, or as many as fit.
-    n = max(1, min(int(_GRAPH_US / max(one, 1.0)) + 1, 200))
-    n = max(n, min(len(calls), 256))
+    n = max(len(calls), min(int(_GRAPH_US / max(one, 1.0)) + 1, 200))  # every set of tensors takes part
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other libraries' threads may do what they like
         for _ in range(n):
             rotation()
     graph.replay()
     torch.cuda.synchronize()
     with _no_collector():
-        return repeat(lambda: _elapsed_us(graph.replay) / n, seconds)
+        return repeat(lambda: _elapsed_us(graph.replay, _REPLAY_SLEEP_CYCLES) / n, seconds)
 
 
 def _by_events(calls: Sequence[Call], seconds: float) -> tuple[Times, str]:
@@ -171,18 +173,13 @@ def _by_events(calls: Sequence[Call], seconds: float) -> tuple[Times, str]:
     n = max(1, min(100, int(_SLEEP_US / max(host, 1.0))))
     ahead = host < _SLEEP_US
 
-    def behind_sleep() -> float:
-        torch.cuda._sleep(_SLEEP_CYCLES)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    def launches() -> None:
         for _ in range(n):
             rotation()
-        end.record()
-        end.synchronize()
-        return 1e3 * start.elapsed_time(end) / n
 
     with _no_collector():
-        return repeat(behind_sleep, seconds), "events" if ahead else "events, host included"
+        times = repeat(lambda: _elapsed_us(launches, _SLEEP_CYCLES) / n, seconds)
+    return times, "events" if ahead else "events, host included"
 
 
 class Machine:

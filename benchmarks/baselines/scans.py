@@ -24,11 +24,16 @@ def _shift(x: Tensor, d: int, dim: int, reverse: bool, fill: float) -> Tensor:
     return pad(kept, padding, value=fill)
 
 
+def _times(b: Tensor, a: Tensor) -> Tensor:
+    """b a, reading a only where b is not 0."""
+    return b * torch.where(b == 0, b, a)
+
+
 def doubling(a: Tensor, b: Tensor, dim: int, reverse: bool) -> Tensor:
     """y[t] = a[t] + b[t] y[t±1], y = 0 beyond the edge."""
     n_steps, d = a.shape[dim], 1
     while d < n_steps:
-        a = a + torch.where(b == 0, 0.0, b * _shift(a, d, dim, reverse, 0.0))
+        a = a + _times(b, _shift(a, d, dim, reverse, 0.0))
         b = b * _shift(b, d, dim, reverse, 1.0)
         d *= 2
     return a
@@ -36,7 +41,7 @@ def doubling(a: Tensor, b: Tensor, dim: int, reverse: bool) -> Tensor:
 
 def _composed(before: tuple[Tensor, Tensor], step: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     (a, b), (a_step, b_step) = before, step
-    return a_step + torch.where(b_step == 0, 0.0, b_step * a), b * b_step
+    return a_step + _times(b_step, a), b * b_step
 
 
 def inductor_scan(a: Tensor, b: Tensor, dim: int, reverse: bool) -> Tensor:
