@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("benchmarks.check: no CUDA device")
         return 2
+    bench_run.keep_compiled()
     where = provenance("cuda")
     if args.record:
         rounds = [throughputs("cuda", where) for _ in range(RUNS)]
