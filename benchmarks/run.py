@@ -61,7 +61,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01), 5.0)  # again, where a destructor swallowed the first
     try:
         yield
     finally:
@@ -197,7 +197,7 @@ def run(
     """Measure, appending each row at once. The rows, and whether all was measured before the deadline."""
     rows: list[Row] = []
     total = sum(len(subjects) for _, subjects in planned)
-    with tqdm(total=total, unit="row", mininterval=5, smoothing=0.1) as progress:
+    with tqdm(total=total, unit="row", smoothing=0.1, disable=None) as progress:  # a bar on terminals only
         for case, subjects in planned:
             if time.monotonic() > deadline:
                 return rows, False
@@ -215,7 +215,7 @@ def run(
                     return rows, False  # for want of time: the next run measures it
                 append("speed", [row], out)
                 rows.append(row)
-                tqdm.write(line(case, row))
+                tqdm.write(f"[{len(rows)}/{total}] {line(case, row)}")
                 progress.update()
     return rows, True
 
