@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint types unit links build clean
+.PHONY: help demo test lint types unit links bench build clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -33,6 +33,10 @@ unit: $(STAMP) ## the tests: CPU backend, and the kernels in Triton's interprete
 links: ## symlink tree for static tools and for runs without an install
 	rm -rf build/links && mkdir -p build/links/rl_triton
 	ln -s $(CURDIR)/core_kernels/* build/links/rl_triton/ && ln -s $(CURDIR)/adapters build/links/rl_triton/adapters
+
+bench: $(STAMP) ## speed beside the baselines, on a GPU if there is one; then plots, README table and docs/speed.md
+	$(BIN)/python -m benchmarks.run --tier headline
+	$(BIN)/python -m benchmarks.report
 
 build: $(STAMP) ## sdist and wheel in dist/
 	$(BIN)/python -m build

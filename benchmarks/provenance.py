@@ -14,6 +14,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+COMPILED = ROOT / "build" / "compiled"  # what compilers cache, kept between runs
 
 
 def _output(*command: str) -> str:
@@ -54,16 +55,16 @@ def provenance(device: str) -> dict[str, Any]:
     }
 
 
-def append(name: str, rows: list[dict[str, Any]]) -> None:
-    """Add rows to benchmarks/results/NAME.jsonl."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.jsonl"
+def append(name: str, rows: list[dict[str, Any]], path: Path | None = None) -> None:
+    """Add rows to benchmarks/results/NAME.jsonl, or to `path`."""
+    path = path or RESULTS / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
 
 
-def stored(name: str) -> list[dict[str, Any]]:
-    """The rows of benchmarks/results/NAME.jsonl."""
-    path = RESULTS / f"{name}.jsonl"
+def stored(name: str, path: Path | None = None) -> list[dict[str, Any]]:
+    """The rows of benchmarks/results/NAME.jsonl, or of `path`."""
+    path = path or RESULTS / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
