@@ -105,7 +105,7 @@ class _Scan(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
         _, beta, initial, ctx.dim, ctx.reverse = inputs
         ctx.save_for_backward(beta, initial, output)
-        ctx.backend = _backend._chosen.get()  # a backward may run in another thread, or after the `with` block
+        ctx.backend = _backend.chosen()  # a backward may run in another thread, or after the `with` block
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -39,6 +39,11 @@ def backend(name: str) -> Iterator[None]:
         _chosen.reset(token)
 
 
+def chosen() -> str:
+    """The setting in force: "auto", "triton" or "cpu"."""
+    return _chosen.get()
+
+
 def run(problem: Problem) -> None:
     """Fill the problem's outputs on the backend that serves its device."""
     name = problem.algorithm.name

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from rl_triton import _scalar, boundaries
+from rl_triton import _plan, _scalar, boundaries
 from rl_triton._algorithm import Expectation, Problem, Taken
 from rl_triton._cpu_forms import (
     AS_NUMPY,
@@ -235,6 +235,48 @@ def _completed(boundary: Any, zero: Any, never: Any, always: Any) -> Any:
     return boundary
 
 
+class PlannedLoop:
+    """A compiled loop with all its arguments but the arrays in place."""
+
+    def __init__(self, loop: Any, before: Any, operands: Any, after: Any, algorithm: Any, places: _plan.Places) -> None:
+        self.loop, self.before, self.after = loop, before, after
+        self.algorithm = algorithm  # its tag lives as long as it does
+        tensors = (*places.tensors, *places.results)
+        if any(x.dtype in (torch.float16, torch.bfloat16) for x in tensors):
+            raise _plan.NoPlanError("16-bit tensors are widened by a copy")
+        flat = [_elements(x) for x in tensors]
+        self.groups = [(self._maker(group), [self._found(x, flat) for x in group]) for group in operands]
+
+    @staticmethod
+    def _maker(group: Any) -> Any:
+        return type(group)._make if hasattr(group, "_make") else tuple
+
+    @staticmethod
+    def _found(operand: Any, flat: list[np.ndarray]) -> tuple[int, int, Any]:
+        """(number of the tensor that an operand reads, offset in it, the rest of the operand); number -1: no tensor."""
+        if operand is None:
+            return -1, 0, None
+        elements = operand[0]
+        if not isinstance(elements, np.ndarray) or len(operand) > 4:
+            raise _plan.NoPlanError("an operand that is read with another")
+        start = elements.ctypes.data
+        around = [i for i, x in enumerate(flat) if x.ctypes.data <= start < x.ctypes.data + x.nbytes]
+        if len(around) > 1:
+            raise _plan.NoPlanError("arguments that overlap, so which is read where cannot be told")
+        if not around:
+            return -1, 0, operand  # a constant
+        return around[0], (start - flat[around[0]].ctypes.data) // elements.itemsize, operand[1:]
+
+    def __call__(self, tensors: list[torch.Tensor], addresses: list[int], results: list[torch.Tensor]) -> bool:
+        flat = [_elements(x) for x in (*tensors, *results)]
+        operands = [
+            make([(flat[i][at:] if at else flat[i], *rest) if i >= 0 else rest for i, at, rest in group])
+            for make, group in self.groups
+        ]
+        self.loop(*self.before, *operands, *self.after)
+        return True
+
+
 def run(problem: Problem) -> None:
     """Run the scan on the calling thread. Fills `problem.outputs` and `problem.final`."""
     algorithm, number = problem.algorithm, _NUMPY[problem.dtype]
@@ -270,26 +312,24 @@ def run(problem: Problem) -> None:
     boundary = _completed(type(boundary)(*flags), zero, never, always)
     shift = int(problem.boundary.start)
     sizes = (n_outer, n_inner, layout.n_steps)
+    loop: Any
+    before: tuple[Any, ...]
+    operands: tuple[Any, ...]
+    after: tuple[Any, ...] = (number(0), number(1), sizes)
     if problem.window is not None:
-        _window(shift, problem.window, inputs, factors, boundary, outputs, number(0), number(1), sizes)
+        loop, before = _window, (shift, problem.window)
+        operands = (inputs, factors, boundary, outputs)
     else:
         row_stride, time_stride = layout.groups[4][0].row_strides[0], layout.groups[4][0].time_stride
-        _scan(
-            tag_of(algorithm),
-            algorithm.reverse,
-            problem.initial[0] is None,
-            shift,
-            inputs,
-            factors,
-            boundary,
-            tuple(x or zero for x in initial),
-            outputs,
-            tuple(x or scratch for x in final),
-            number(0),
-            number(1),
-            sizes,
-            min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1,
-        )
+        loop = _scan
+        before = (tag_of(algorithm), algorithm.reverse, problem.initial[0] is None, shift)
+        initial, final = tuple(x or zero for x in initial), tuple(x or scratch for x in final)
+        operands = (inputs, factors, boundary, initial, outputs, final)
+        after += (min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1,)
+    loop(*before, *operands, *after)
+    if not narrow:
+        prepare = functools.partial(PlannedLoop, loop, before, operands, after, problem.algorithm)
+        _plan.record(_plan.Launch(problem.outputs, prepare))
     if narrow:
         for y, wide in zip(problem.outputs, written, strict=True):
             y.copy_(wide)

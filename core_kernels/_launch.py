@@ -5,77 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
-from collections.abc import Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rl_triton import _scan, _tile, _window, boundaries
+from rl_triton import _config, _plan, _scan, _tile, _window, boundaries
 from rl_triton._algorithm import Expectation, Problem, Taken
+from rl_triton._direct import DirectKernel
 from rl_triton._layout import Layout, Operand, describe
 from rl_triton._triton import interpreted, tl, triton
 
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """Shape of the work of one program: `rows` rows, walked in tiles of `chunks` chunks of `steps` steps. `axis` is
-    that of the chunks in a tile: 1 where a row's steps are neighbours in memory, 0 where a step's rows are. With
-    `prefetch` a tile is loaded while the one before it is worked on."""
-
-    rows: int
-    chunks: int
-    steps: int
-    axis: int = 1
-    num_warps: int = 4
-    prefetch: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "chunks", "steps", "num_warps"):
-            size = getattr(self, name)
-            if size < 1 or size & (size - 1):
-                raise ValueError(f"LaunchConfig: {name} must be a power of two, got {size}")
-        if self.axis == 1 and self.steps > 16:
-            raise ValueError(f"LaunchConfig: a chunk along axis 1 has 16 steps at most, got {self.steps}")
-
-
 _OVERHANG = 1 << 16  # more than a tile is long or wide
-
-_forced: ContextVar[LaunchConfig | None] = ContextVar("rl_triton_launch_config", default=None)
-
-
-@contextlib.contextmanager
-def configured(config: LaunchConfig) -> Iterator[None]:
-    """Launch with `config` inside the block, whatever the shape. For tests and for tuning."""
-    token = _forced.set(config)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
-
-
-def _power_of_two_at_least(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-@functools.cache
-def choose(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
-    """A pure function of the problem's shape. `rows_adjacent`: neighbours in memory are neighbouring rows ([T, N]
-    layout), so a warp is as wide as its rows; else as wide as its steps, over several rows where these are short."""
-    if rows_adjacent:
-        rows = min(_power_of_two_at_least(n_rows), 32)
-        steps = min(_power_of_two_at_least(n_steps), 8)
-        if n_rows >= 16384:
-            return LaunchConfig(rows, 1, steps, axis=0, num_warps=1)
-        chunks = min(_power_of_two_at_least(n_steps // steps), 16)
-        return LaunchConfig(rows, chunks, steps, axis=0, num_warps=chunks)
-    steps = min(_power_of_two_at_least(n_steps), 8 if n_steps > 128 else 4)
-    chunks = _power_of_two_at_least(-(-n_steps // steps))
-    if n_rows < 512 and chunks > 128:
-        return LaunchConfig(1, min(chunks, 512), steps, num_warps=min(chunks, 512) // 32)
-    chunks = min(chunks, 32)
-    return LaunchConfig(min(_power_of_two_at_least(n_rows), 32 // chunks), chunks, steps, num_warps=1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,7 +85,15 @@ def run(problem: Problem) -> None:
     layout = describe(
         problem.shape,
         problem.time_dim,
-        (problem.inputs, problem.factors, tuple(rules), problem.initial, problem.outputs, problem.final, (bounds.valid,)),
+        (
+            problem.inputs,
+            problem.factors,
+            tuple(rules),
+            problem.initial,
+            problem.outputs,
+            problem.final,
+            (bounds.valid,),
+        ),
     )
     *groups, (valid,) = (tuple(map(_argument, group)) for group in layout.groups)
     inputs, factors, boundary, initial, outputs, final = groups
@@ -155,64 +103,63 @@ def run(problem: Problem) -> None:
     )
     first = layout.groups[4][0]
     rows_adjacent = first.row_strides[0] == 1 and first.time_stride != 1
-    config = _forced.get() or choose(layout.n_rows, layout.n_steps, rows_adjacent)
-    extent = (layout.sizes, layout.n_rows, layout.n_steps)
-    constants = {
+    config = _config.forced() or _config.choose(layout.n_rows, layout.n_steps, rows_adjacent)
+    # Triton 3.6 forgets constants (strides of 1) in the inner tuples of a tuple, and 3.5 refuses a tuple of tuples of
+    # one kind, unless a constant of its own follows them.
+    arguments: dict[str, Any] = {
+        "inputs": (*inputs, None),
+        "factors": (*factors, None),
+        "boundary": (*boundary, None),
+        "valid_flags": valid,
+        "outputs": (*outputs, None),
+        "sizes": layout.sizes,
+        "n_rows": layout.n_rows,
+        "T": layout.n_steps,
         "START": bounds.start,
         "DIMS": len(layout.sizes),
         "DTYPE": tl.float64 if problem.dtype == torch.float64 else tl.float32,
         "INDEX": tl.int32 if _reach(layout) < 2**31 else tl.int64,
         "ROWS": config.rows,
-        "num_warps": config.num_warps,
-        # Contraction would make the bits depend on the launch configuration and on the Triton version.
-        "enable_fp_fusion": False,
     }
-    # Triton forgets constants in the inner tuples of a tuple, and all of a tuple of tuples of one kind, unless a
-    # constant of its own follows them.
-    inputs, factors, boundary, initial, outputs, final = (
-        (*group, None) for group in (inputs, factors, boundary, initial, outputs, final)
-    )
-    fetch_kernel, rules_kernel = _BOUNDARY_KERNELS[type(bounds)]
     blocks = triton.cdiv(layout.n_rows, config.rows)
+    if problem.window is not None:
+        kernel = _window.window_kernel
+        time = config.chunks * config.steps
+        blocks *= triton.cdiv(layout.n_steps, time)
+        arguments |= {"n": problem.window, "TIME": time}
+    else:
+        kernel = _scan.scan_kernel
+        fetch_kernel, rules_kernel = _BOUNDARY_KERNELS[type(bounds)]
+        arguments |= {
+            "initial": (*initial, None),
+            "final": (*final, None),
+            "COEFFICIENTS": algorithm.coefficients.kernel,
+            "TARGET": None if algorithm.target is None else algorithm.target.kernel,
+            "OUTPUTS": algorithm.outputs.kernel,
+            "BEYOND": algorithm.beyond.kernel,
+            "BOUNDARY": rules_kernel,
+            "FETCH_BOUNDARY": fetch_kernel,
+            "VARIANT": algorithm.code,
+            "LOOKAHEAD": algorithm.lookahead,
+            "REVERSE": algorithm.reverse,
+            "INPUT_KINDS": sum(_kind(x) * 3**i for i, x in enumerate(problem.inputs)),
+            "NEXT_KIND": _kind(getattr(bounds, "next_values", None)),
+            "VALUES": shared,
+            "N_INPUTS": len(problem.inputs),
+            "N_FACTORS": len(problem.factors),
+            "N_OUTPUTS": len(problem.outputs),
+            "CHUNKS": config.chunks,
+            "STEPS": config.steps,
+            "AXIS": config.axis,
+            "PREFETCH": config.prefetch,
+        }
     device = problem.outputs[0].device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        if problem.window is not None:
-            time = config.chunks * config.steps
-            blocks *= triton.cdiv(layout.n_steps, time)
-            _window.window_kernel[(blocks,)](
-                inputs, factors, boundary, valid, outputs, *extent, problem.window, TIME=time, **constants
-            )
-            return
-        _scan.scan_kernel[(blocks,)](
-            inputs,
-            factors,
-            boundary,
-            valid,
-            initial,
-            outputs,
-            final,
-            *extent,
-            COEFFICIENTS=algorithm.coefficients.kernel,
-            TARGET=None if algorithm.target is None else algorithm.target.kernel,
-            OUTPUTS=algorithm.outputs.kernel,
-            BEYOND=algorithm.beyond.kernel,
-            BOUNDARY=rules_kernel,
-            FETCH_BOUNDARY=fetch_kernel,
-            VARIANT=algorithm.code,
-            LOOKAHEAD=algorithm.lookahead,
-            REVERSE=algorithm.reverse,
-            INPUT_KINDS=sum(_kind(x) * 3**i for i, x in enumerate(problem.inputs)),
-            NEXT_KIND=_kind(getattr(bounds, "next_values", None)),
-            VALUES=shared,
-            N_INPUTS=len(problem.inputs),
-            N_FACTORS=len(problem.factors),
-            N_OUTPUTS=len(problem.outputs),
-            CHUNKS=config.chunks,
-            STEPS=config.steps,
-            AXIS=config.axis,
-            PREFETCH=config.prefetch,
-            **constants,
-        )
+        # Contraction would make the bits depend on the launch configuration and on the Triton version.
+        launched = kernel[(blocks,)](**arguments, num_warps=config.num_warps, enable_fp_fusion=False)
+    if launched is not None:  # as from the interpreter
+        prepare = functools.partial(DirectKernel, launched, arguments, blocks, device)
+        _plan.record(_plan.Launch(problem.outputs, prepare))
 
 
 def interpreting() -> bool:

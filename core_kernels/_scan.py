@@ -168,7 +168,9 @@ def fetch(
         else:
             for s in tl.static_range(STEPS):
                 x = x + (load(inputs[i], sizes, rows, t + s, valid[s], DIMS, DTYPE, (INPUT_KINDS // 3**i) % 3),)
-    f = load_factors(factors, sizes, rows, row_mask, start, T, N_FACTORS, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE)
+    f = load_factors(
+        factors, sizes, rows, row_mask, start, T, N_FACTORS, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE
+    )
     bounds = FETCH_BOUNDARY(
         boundary, inputs, x, sizes, rows, row_mask, start, T, REVERSE, START, VALUES, ROWS, CHUNKS, STEPS, AXIS, DIMS
     )

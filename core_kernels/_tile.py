@@ -119,8 +119,8 @@ def stacked(steps, first: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr
 
 @jit
 def steps_from(start, REVERSE: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
-    """The first step of each chunk of the tile that begins at `start`. Chunks along axis 0 lie in the order of the scan;
-    along axis 1 in that of time, since a tensor is read there in wide loads."""
+    """The first step of each chunk of the tile that begins at `start`. Along axis 0 chunks lie in the order of the
+    scan, along axis 1 in that of time, since a tensor is read there in wide loads."""
     chunk = tl.expand_dims(tl.arange(0, CHUNKS), 1 - AXIS)
     if REVERSE and AXIS == 0:
         chunk = CHUNKS - 1 - chunk
@@ -256,22 +256,24 @@ def load_factors(
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The S tiles of each factor, one behind the other: (operand, None) is a tensor, (None, parts) a float, (None, None)
-    the product of the factors before it."""
+    """The S tiles of each factor, one behind the other: (operand, None) is a tensor, (None, parts) a float, and
+    (None, None) the product of the factors before it."""
     tiles = ()
     product = ()
-    for s in tl.static_range(STEPS):
+    for _ in tl.static_range(STEPS):
         product = product + (tl.full([1, 1], 1.0, DTYPE),)
     for i in tl.static_range(N):
         column = product
         if factors[i][0] is not None:
-            stored = load_steps(factors[i][0], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+            stored = load_steps(
+                factors[i][0], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
+            )
             column = ()
             for s in tl.static_range(STEPS):
                 column = column + (stored[s].to(DTYPE),)
         elif factors[i][1] is not None:
             column = ()
-            for s in tl.static_range(STEPS):
+            for _ in tl.static_range(STEPS):
                 column = column + (float_factor(factors[i][1], DTYPE),)
         tiles = tiles + column
         so_far = product
@@ -298,7 +300,7 @@ def picked(tile, source, AXIS: tl.constexpr):
 
 @jit
 def in_order(tile, place, REVERSE: tl.constexpr, AXIS: tl.constexpr):
-    """The chunks in the order of the scan. (A reversed `associative_scan` would mirror a warp at 10 shuffles a value.)"""
+    """The chunks in the order of the scan. (A reversed `associative_scan` mirrors a warp at 10 shuffles a value.)"""
     if REVERSE and AXIS == 1:
         tile = picked(tile, place, AXIS)
     return tile

@@ -81,7 +81,9 @@ _EDGE, _VALID, _ENDED = map(constant, range(3))
 
 
 @jit
-def flagged(boundary, ended, truncated, sizes, rows, t, NEXT_KIND: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr):
+def flagged(
+    boundary, ended, truncated, sizes, rows, t, NEXT_KIND: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr
+):
     """Whether row t carries a flag, and V(s'_t) if so: 0 where it ended, its bootstrap where it was only truncated."""
     if boundary[2] is not None:
         cut_short = truncated & (ended == 0)
@@ -129,12 +131,16 @@ def fetch_successors(
     if START:
         tiles = tiles + (tl.load(address(boundary[1], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
     if boundary[2] is not None:
-        tiles = tiles + load_steps(boundary[2], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+        tiles = tiles + load_steps(
+            boundary[2], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
+        )
     if VALUES >= 0:
         tiles = tiles + (tl.load(address(inputs[VALUES], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
     elif boundary[5] is not None:
         tiles = tiles + (tl.load(address(boundary[5], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
-        tiles = tiles + load_steps(boundary[5], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+        tiles = tiles + load_steps(
+            boundary[5], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
+        )
     return tiles
 
 

@@ -4,13 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import assert_result, restride
+from windows import SMALL_CONFIGS, assert_result, restride
 
 import rl_triton as rlt
 from rl_triton import reference
-from rl_triton._launch import LaunchConfig, configured
-
-SMALL = LaunchConfig(rows=2, time=8)
+from rl_triton._config import LaunchConfig, configured
 
 
 @settings(max_examples=120)
@@ -43,7 +41,7 @@ def test_matches_reference(data, backend):
         "reverse": data.draw(st.booleans()),
         "time_dim": time_dim,
     }
-    with configured(SMALL):
+    with configured(data.draw(st.sampled_from(SMALL_CONFIGS))):
         y = rlt.affine_scan(alpha, beta, **options)
     assert y.shape == alpha.shape
     assert_result(y, reference.affine_scan(alpha, beta, **options), dtype)
@@ -56,7 +54,7 @@ def test_a_zero_factor_reads_nothing(backend, reverse):
     beta = torch.full((1, 32), 0.5, device=backend.device)
     alpha[0, 12], alpha[0, 13] = float("nan"), float("inf")
     beta[0, 16 if not reverse else 9] = 0.0
-    with configured(LaunchConfig(rows=1, time=8)):
+    with configured(LaunchConfig(rows=1, chunks=2, steps=4)):
         y = rlt.affine_scan(alpha, beta, reverse=reverse).cpu()[0]
     finite = torch.isfinite(y)
     bad = range(12, 16) if not reverse else range(10, 14)
@@ -69,7 +67,7 @@ def test_a_bad_factor_stays_behind_a_zero_one(backend, bad):
     alpha = torch.ones(1, 32, device=backend.device)
     beta = torch.full((1, 32), 0.5, device=backend.device)
     beta[0, 9], beta[0, 13] = 0.0, bad
-    with configured(LaunchConfig(rows=1, time=8)):
+    with configured(LaunchConfig(rows=1, chunks=2, steps=4)):
         y = rlt.affine_scan(alpha, beta)
     finite = torch.isfinite(y.cpu()[0])
     assert [t for t in range(32) if not finite[t]] == [10, 11, 12, 13]
@@ -82,7 +80,7 @@ def test_underflow_is_not_a_zero_factor(backend, dtype, sign):
     n_steps = 200 if dtype == torch.float32 else 1200
     alpha = torch.zeros(2, n_steps, dtype=dtype, device=backend.device)
     alpha[0, -1], alpha[1, -1] = float("nan"), float("inf")
-    with configured(LaunchConfig(rows=2, time=64)):
+    with configured(LaunchConfig(rows=2, chunks=16, steps=4)):
         y = rlt.affine_scan(alpha, sign * 0.5, reverse=True)
     expected = reference.affine_scan(alpha, sign * 0.5, reverse=True)
     assert torch.equal(y[0].isnan().cpu(), expected[0].isnan().cpu())

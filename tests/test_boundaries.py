@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from windows import SMALL, SMALL_CONFIGS
 
 import rl_triton as rlt
-from rl_triton._launch import LaunchConfig, configured
+from rl_triton._config import configured
 from rl_triton.testing import make_rollout
 
 NAN, INF = float("nan"), float("inf")
@@ -77,9 +78,10 @@ def test_last_values_are_not_read_beside_next_values(backend):
     assert gae(backend, [0, 0], [1, 1], [0, 0], next_values=[[3.0, 5.0]], last_values=[NAN]) == [6, 4]
 
 
+@pytest.mark.parametrize("config", SMALL_CONFIGS, ids=["axis 1", "axis 0"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["rewards", "values"])
-def test_containment(backend, bad, where):
+def test_containment(backend, bad, where, config):
     """A bad number reaches its own episode, backwards, and nobody else: no other episode, no other row."""
     n_steps = 40
     rollout = make_rollout(3, n_steps, terminated=0.0, device=backend.device, poison=False)
@@ -87,7 +89,7 @@ def test_containment(backend, bad, where):
     rollout["truncated"] = torch.zeros_like(rollout["terminated"])
     rollout["truncated"][:, 24] = True
     rollout["bootstrap_values"] = torch.where(rollout["truncated"], 1.0, NAN)
-    with configured(LaunchConfig(rows=2, time=8)):
+    with configured(config):
         clean = rlt.gae(**rollout)
         rollout[where][1, 17] = bad
         dirty = rlt.gae(**rollout)
@@ -142,6 +144,6 @@ def test_start_flags_equal_shifted_end_flags(backend):
     ends = rollout["terminated"]
     starts = torch.cat([torch.ones_like(ends[:, :1]), ends[:, :-1]], dim=1)
     options = {"flags_at": "start", "last_done": ends[:, -1]}
-    with configured(LaunchConfig(rows=2, time=8)):
+    with configured(SMALL):
         shifted = rlt.gae(**rollout | {"terminated": starts}, **options)
         assert torch.equal(shifted.advantages, rlt.gae(**rollout).advantages)

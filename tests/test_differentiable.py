@@ -9,15 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_estimators import OPS, Op, flatten
-from windows import assert_result, windows
+from windows import SMALL, assert_result, windows
 
 import rl_triton as rlt
 from rl_triton import _cpu
-from rl_triton._launch import LaunchConfig, configured
+from rl_triton._config import configured
 from rl_triton.estimators.retrace import TRACES
 from rl_triton.testing import assert_close
 
-SMALL = LaunchConfig(rows=2, time=8)
 NAN, INF = float("nan"), float("inf")
 BACKWARD_OPS = [Op("gae"), *OPS]
 DOUBLE = dict(dtype=torch.float64)

@@ -7,14 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import assert_result, windows
+from windows import SMALL_CONFIGS, assert_result, windows
 
 import rl_triton as rlt
 from rl_triton import reference
-from rl_triton._launch import LaunchConfig, configured
+from rl_triton._config import configured
 from rl_triton.testing import assert_close, make_rollout
 
-SMALL = LaunchConfig(rows=2, time=8)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -132,13 +131,13 @@ OPS = [
 ]
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("op", OPS, ids=repr)
 def test_matches_reference(op, data, backend):
     tensors, options, dtype = data.draw(windows(device=backend.device, max_steps=24, max_rows=4))
     arguments = op.arguments(data, tensors, options, dtype)
-    with configured(SMALL):
+    with configured(data.draw(st.sampled_from(SMALL_CONFIGS))):
         (results, carry), (expected, expected_carry) = op.both(arguments)
     for k, (actual, want) in enumerate(zip(results, expected, strict=True)):
         assert actual.shape == tensors["rewards"].shape
@@ -147,7 +146,7 @@ def test_matches_reference(op, data, backend):
         assert_result(actual, want, dtype, f"carry {k}")
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("op", ["accumulating", "replacing", "cumsum"])
 def test_forward_ops_match_reference(op, data, backend):
@@ -168,7 +167,7 @@ def test_forward_ops_match_reference(op, data, backend):
     name = "episodic_cumsum" if op == "cumsum" else "eligibility_traces"
     if op != "cumsum":
         arguments |= {"kind": op, "gamma": options["gamma"], "lambda_": options["lambda_"]}
-    with configured(SMALL):
+    with configured(data.draw(st.sampled_from(SMALL_CONFIGS))):
         result, final = getattr(rlt, name)(x, done, **arguments)
     expected, expected_final = getattr(reference, name)(x, done, **arguments)
     assert result.shape == x.shape
@@ -471,7 +470,7 @@ def test_two_windows_chained_are_one(op, data, backend):
     function = getattr(rlt, op.name)
     whole, whole_carry = function(**rollout, **edges[0], **options, return_carry=True)
     early, late = ({k: v[:, part] for k, v in rollout.items()} for part in (slice(at), slice(at, None)))
-    with configured(SMALL):
+    with configured(data.draw(st.sampled_from(SMALL_CONFIGS))):
         late_result, carry = function(**late, **edges[0], **options, return_carry=True)
         early_result, early_carry = function(**early, **edges[1], **options, carry=carry, return_carry=True)
     for a, b, c in zip(*map(flatten, (early_result, late_result, whole)), strict=True):
@@ -546,9 +545,10 @@ def test_replacing_traces(backend):
     assert z.tolist() == [[1.0, 0.5, 1.0, 0.5, 0.25]]
 
 
+@pytest.mark.parametrize("config", SMALL_CONFIGS, ids=["axis 1", "axis 0"])
 @pytest.mark.parametrize("op", OPS, ids=repr)
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_containment(op, bad, backend):
+def test_containment(op, bad, config, backend):
     """A bad reward reaches its own episode backwards, and nobody else."""
     tensors, options = basic(op, backend.device, terminated=0.0, poison=False)
     tensors["terminated"][:, 7] = True
@@ -556,7 +556,7 @@ def test_containment(op, bad, backend):
     tensors["truncated"][:, 14] = True
     if op.name == "n_step_returns":
         options["n"] = 10
-    with configured(SMALL):
+    with configured(config):
         clean = flatten(getattr(rlt, op.name)(**tensors, **options))
         tensors["rewards"][1, 11] = bad
         dirty = flatten(getattr(rlt, op.name)(**tensors, **options))

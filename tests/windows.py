@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from rl_triton._config import LaunchConfig
 from rl_triton.testing import assert_close
+
+# Several tiles in time and rows, cheap in the interpreter: chunks along either axis of a tile.
+SMALL = LaunchConfig(rows=4, chunks=4, steps=2)
+SMALL_TIME_MAJOR = LaunchConfig(rows=4, chunks=2, steps=2, axis=0, prefetch=True)
+SMALL_CONFIGS = (SMALL, SMALL_TIME_MAJOR)
 
 EPS = {torch.float64: 2**-53, torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 

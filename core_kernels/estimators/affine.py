@@ -6,6 +6,7 @@ import torch
 
 from rl_triton import _checks, _run
 from rl_triton._algorithm import Algorithm, Forms
+from rl_triton._plan import planned
 from rl_triton._triton import jit, tl
 from rl_triton.boundaries import Unbounded
 
@@ -50,6 +51,7 @@ def _algorithm(reverse):
 _BACKWARD, _FORWARD = _algorithm(True), _algorithm(False)
 
 
+@planned
 def affine_scan(
     alpha: torch.Tensor,
     beta: float | torch.Tensor,

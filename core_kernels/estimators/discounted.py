@@ -8,6 +8,7 @@ import torch
 
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Forms
+from rl_triton._plan import planned
 from rl_triton._tile import scaled
 from rl_triton._triton import jit, tl
 from rl_triton.boundaries import check_successors
@@ -50,6 +51,7 @@ _DISCOUNTED = Algorithm(
 )
 
 
+@planned
 def discounted_returns(
     rewards: torch.Tensor,
     terminated: torch.Tensor,

@@ -8,6 +8,7 @@ import torch
 
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Forms
+from rl_triton._plan import planned
 from rl_triton._tile import scaled
 from rl_triton._triton import jit, tl
 from rl_triton.boundaries import check_successors
@@ -61,6 +62,7 @@ class GAE(NamedTuple):
     """advantages + values: the λ-return, the critic's target."""
 
 
+@planned
 def gae(
     rewards: torch.Tensor,
     values: torch.Tensor,

@@ -6,6 +6,7 @@ import torch
 
 from rl_triton import _checks, _run
 from rl_triton._algorithm import Algorithm
+from rl_triton._plan import planned
 from rl_triton.boundaries import check_successors
 from rl_triton.estimators.discounted import _DISCOUNTED
 
@@ -23,6 +24,7 @@ def _named(algorithm: Algorithm) -> Algorithm:
 _N_STEP = _named(_DISCOUNTED)
 
 
+@planned
 def n_step_returns(
     rewards: torch.Tensor,
     terminated: torch.Tensor,

@@ -10,14 +10,15 @@ import torch
 
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Expectation, Forms, Taken
+from rl_triton._plan import planned
 from rl_triton._tile import clipped, scaled
 from rl_triton._triton import constant, jit, tl
 from rl_triton.boundaries import check_successors
 from rl_triton.estimators import gae as _gae
 
-# A variant is (where the ratio comes from, which trace), coded as SOURCE + 3 TRACE. The inputs are (r, Q) and then, by the first: nothing; log w,
-# and π for tree_backup; or π and μ. The scanned state is U[t] = c[t] D[t]: D[t] = δ[t] + γ U[t+1] then needs no
-# coefficient of another step.
+# A variant is (where the ratio comes from, which trace), coded as SOURCE + 3 TRACE. The inputs are (r, Q) and then, by
+# the first: nothing; log w, and π for tree_backup; or π and μ. The scanned state is U[t] = c[t] D[t]: D[t] = δ[t] +
+# γ U[t+1] then needs no coefficient of another step.
 TRACES = ("retrace", "tree_backup", "importance_sampling", "q_lambda")
 _RETRACE, _TREE_BACKUP, _IMPORTANCE_SAMPLING, _Q_LAMBDA = map(constant, range(4))
 _SOURCES = ("none", "log_rhos", "probs")
@@ -157,6 +158,7 @@ class Retrace(NamedTuple):
     """What a policy gradient is weighted with, the clipped ratio included."""
 
 
+@planned
 def retrace(
     rewards: torch.Tensor,
     q_values: torch.Tensor,

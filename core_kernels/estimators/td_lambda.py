@@ -9,6 +9,7 @@ import torch
 
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Forms
+from rl_triton._plan import planned
 from rl_triton._tile import scaled
 from rl_triton._triton import constant, jit, tl
 from rl_triton.boundaries import check_successors
@@ -66,6 +67,7 @@ def _weight(gamma: float, lambda_: float, arithmetic: torch.dtype) -> float:
     return exact * (1.0 - rounded) / (1.0 - decay)
 
 
+@planned
 def td_lambda_returns(
     rewards: torch.Tensor,
     values: torch.Tensor | None,

@@ -8,6 +8,7 @@ import torch
 
 from rl_triton import _checks, _run
 from rl_triton._algorithm import Algorithm, Forms
+from rl_triton._plan import planned
 from rl_triton._triton import constant, jit, tl
 from rl_triton.boundaries import Resets, starts
 from rl_triton.estimators import discounted as _discounted
@@ -62,6 +63,7 @@ _TRACES = {
 _CUMSUM = _forward("episodic_cumsum", Forms(_sum_coefficients, _sum_coefficients_scalar))
 
 
+@planned
 def eligibility_traces(
     x: torch.Tensor,
     done: torch.Tensor,
@@ -121,6 +123,7 @@ def eligibility_traces(
     return _scan_forward(_TRACES[kind], axis, x, factors, boundary, initial, return_final, out, differentiable)
 
 
+@planned
 def episodic_cumsum(
     x: torch.Tensor,
     done: torch.Tensor,

@@ -9,11 +9,11 @@ import torch
 
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Forms
+from rl_triton._plan import planned
 from rl_triton._tile import clipped, scaled
 from rl_triton._triton import constant, jit, tl
 from rl_triton.boundaries import check_successors
 from rl_triton.estimators import gae as _gae
-
 
 # Variants: where the ratio comes from.
 _LOG_RHOS, _LOG_PROBS = map(constant, range(2))
@@ -101,6 +101,7 @@ class VTrace(NamedTuple):
     """What the policy gradient is weighted with, the clipped ratio included."""
 
 
+@planned
 def vtrace(
     rewards: torch.Tensor,
     values: torch.Tensor,

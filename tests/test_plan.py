@@ -1,0 +1,217 @@
+"""Plans: a call like one before takes a shorter way to the same kernel, and gives the same result."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from test_estimators import OPS, basic, flatten
+
+import rl_triton as rlt
+from rl_triton import _plan
+from rl_triton.testing import make_rollout
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def followed(monkeypatch):
+    """Which calls from here on have been done by a plan."""
+    for name in rlt.__all__:
+        getattr(getattr(rlt, name), "plans", {}).clear()
+    count = []
+    call = _plan.Plan.__call__
+
+    def counted(plan, *args):
+        result = call(plan, *args)
+        count.append(result is not None)
+        return result
+
+    monkeypatch.setattr(_plan.Plan, "__call__", counted)
+    return count
+
+
+def ordinary(op, *args, **kwargs):
+    """The call without plans."""
+    return op.__wrapped__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("op", OPS, ids=repr)
+@pytest.mark.parametrize("time_dim", [0, 1])
+def test_a_plan_gives_the_ordinary_result(op, time_dim, device, followed):
+    function = getattr(rlt, op.name)
+    for seed in range(4):
+        tensors, options = basic(op, device, seed=seed)
+        if time_dim == 0:
+            tensors = {
+                k: v.t() if v.dim() == 2 else v.transpose(0, 1) if v.dim() == 3 else v for k, v in tensors.items()
+            }
+        options = options | {"time_dim": time_dim}
+        results = flatten(function(**tensors, **options))
+        expected = flatten(ordinary(function, **tensors, **options))
+        for actual, want in zip(results, expected, strict=True):
+            assert torch.equal(actual, want)
+    assert followed == [True] * 3  # all but the first
+
+
+def gae(rollout, **options):
+    return rlt.gae(**rollout, **options)
+
+
+def test_alignment_and_strides_are_part_of_a_plan(device, followed):
+    """A misaligned or oddly strided tensor after an aligned one must not meet the kernel of the aligned one."""
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    expected = ordinary(rlt.gae, **rollout)
+    for shift in (0, 0, 1, 2, 4, 1, 0):
+        memory = torch.zeros(8 * 64 + shift, device=device)
+        rewards = memory[shift:].view(8, 64)
+        rewards.copy_(rollout["rewards"])
+        assert torch.equal(gae(rollout | {"rewards": rewards}).advantages, expected.advantages), shift
+    for step in (1, 2, 3, 1):
+        wide = torch.zeros(8, 64, step, device=device)
+        wide[..., 0] = rollout["values"]
+        assert torch.equal(gae(rollout | {"values": wide[..., 0]}).advantages, expected.advantages), step
+    for dtype in (torch.uint8, torch.bool, torch.float32, torch.int64):
+        assert torch.equal(gae(rollout | {"terminated": rollout["terminated"].to(dtype)}).returns, expected.returns)
+    assert any(followed)
+
+
+def test_options_are_part_of_a_plan(device, followed):
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    for gamma in (0.9, 0.99, 0.9, 0.5, 1, True):
+        if gamma is True:
+            with pytest.raises(TypeError, match="gamma must be a float"):
+                gae(rollout, gamma=gamma)
+        else:
+            assert torch.equal(gae(rollout, gamma=gamma).returns, ordinary(rlt.gae, **rollout, gamma=gamma).returns)
+    if device == "cuda":
+        with pytest.raises(ValueError, match="forced to 'cpu'"), rlt.backend("cpu"):
+            gae(rollout, gamma=0.9)
+    assert followed == [True]
+
+
+def test_errors_do_not_hide_behind_a_plan(device):
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    for _ in range(3):
+        gae(rollout)
+    for name in ("rewards", "values", "terminated", "last_values"):
+        if device == "cuda":
+            with pytest.raises(ValueError, match=name):
+                gae(rollout | {name: rollout[name].cpu()})
+        with pytest.raises(TypeError, match=name):
+            gae(rollout | {name: rollout[name].cpu().numpy()})
+    with pytest.raises(ValueError, match="one step longer"):
+        gae(rollout | {"values": torch.zeros(8, 65, device=device)})
+
+
+def test_out_follows_a_plan_and_is_checked(device, followed):
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    expected = ordinary(rlt.gae, **rollout)
+    for _ in range(3):
+        out = tuple(torch.full((8, 64), float("nan"), device=device) for _ in range(2))
+        versions = [x._version for x in out]
+        result = gae(rollout, out=out)
+        assert all(x is y for x, y in zip(result, out, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(out, expected, strict=True))
+        assert all(x._version > version for x, version in zip(out, versions, strict=True))
+    assert followed == [True, True]
+    with pytest.raises(ValueError, match="shares memory with rewards"):
+        gae(rollout, out=(rollout["rewards"], out[1]))
+    with pytest.raises(ValueError, match="shares memory with out"):
+        gae(rollout, out=(out[1], out[1]))
+    block = torch.empty(8 * 64 + 32, device=device)
+    with pytest.raises(ValueError, match="shares memory with out"):
+        gae(rollout, out=(block[:512].view(8, 64), block[32:].view(8, 64)))
+    halves = torch.empty(8, 2, 64, device=device)  # interleaved, and yet apart
+    gae(rollout, out=(halves[:, 0], halves[:, 1]))
+    gae(rollout, out=(halves[:, 0], halves[:, 1]))
+    assert torch.equal(halves[:, 0], expected.advantages)
+
+
+def test_one_tensor_in_two_places(device, followed):
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    same = rollout | {"values": rollout["rewards"]}
+    expected = [ordinary(rlt.gae, **r).advantages for r in (same, rollout)]
+    for _ in range(2):
+        assert torch.equal(gae(same).advantages, expected[0])
+        assert torch.equal(gae(rollout).advantages, expected[1])
+        assert torch.equal(gae(same).advantages, expected[0])
+
+
+def test_threads_and_streams(device, followed):
+    """Each thread has parameters of its own, and a kernel goes to the stream that is current in its thread."""
+    rollouts = [make_rollout(256, 128, device=device, seed=i, poison=False) for i in range(4)]
+    expected = [ordinary(rlt.gae, **rollout).advantages for rollout in rollouts]
+    if device == "cuda":
+        torch.cuda.synchronize()
+    wrong = []
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext():
+            for _ in range(200):
+                result = gae(rollouts[i]).advantages
+                if not torch.equal(result, expected[i]):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert sum(followed) > 700
+
+
+@needs_gpu
+def test_a_plan_replays_in_a_graph():
+    rollout = make_rollout(64, 128, device="cuda", poison=False)
+    gae(rollout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = gae(rollout)
+    for seed in range(3):
+        for name, x in make_rollout(64, 128, device="cuda", seed=seed, poison=False).items():
+            rollout[name].copy_(x)
+        graph.replay()
+        assert torch.equal(result.advantages, ordinary(rlt.gae, **rollout).advantages)
+
+
+def test_carries_and_gradients_take_the_ordinary_path(device, followed):
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    rollout["rewards"].requires_grad_()
+    for _ in range(3):
+        assert not gae(rollout).advantages.requires_grad
+    assert followed == [True] * 2
+    for _ in range(3):
+        (_, _), carry = gae(rollout, return_carry=True)
+        assert carry.shape == (8,)
+    assert followed == [True] * 2
+    for _ in range(3):  # its scans may follow plans
+        assert gae(rollout, differentiable=True).advantages.requires_grad
+
+
+@needs_gpu
+@pytest.mark.parametrize("missing", ["function", "src", "metadata"])
+def test_without_the_hooks_of_triton(missing, monkeypatch, followed):
+    """A Triton version whose kernels do not tell what a plan needs."""
+
+    class Kernel:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getattr__(self, name):
+            if name == missing:
+                raise AttributeError(name)
+            return getattr(self.kernel, name)
+
+    record = _plan.record
+    monkeypatch.setattr(_plan, "record", lambda launch: record(launch._replace(kernel=Kernel(launch.kernel))))
+    rollout = make_rollout(8, 48, device="cuda", poison=False)
+    for _ in range(3):
+        assert torch.equal(gae(rollout, gamma=0.77).returns, ordinary(rlt.gae, **rollout, gamma=0.77).returns)
+    assert not followed
