@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -147,14 +148,18 @@ def _serve(buffer: RolloutBuffer, last_values: torch.Tensor, dones: np.ndarray) 
     last = last_values.detach().cpu().reshape(-1)
     returns = np.empty_like(buffer.advantages)
     results = torch.from_numpy(buffer.advantages), torch.from_numpy(returns)
+    given = *map(torch.from_numpy, (buffer.rewards, buffer.values, buffer.episode_starts, dones)), last
     on_device = device.type != "cpu"
+    if on_device:
+        given = tuple(x.to(device) for x in given)
+    rewards, values, starts, last_done, edge_values = given
     try:
         computed = rlt.gae(
-            torch.from_numpy(buffer.rewards).to(device),
-            torch.from_numpy(buffer.values).to(device),
-            torch.from_numpy(buffer.episode_starts).to(device),
-            last_values=last.to(device),
-            last_done=torch.from_numpy(dones).to(device),
+            rewards,
+            values,
+            starts,
+            last_values=edge_values,
+            last_done=last_done,
             flags_at="start",
             gamma=buffer.gamma,
             lambda_=buffer.gae_lambda,
@@ -166,7 +171,8 @@ def _serve(buffer: RolloutBuffer, last_values: torch.Tensor, dones: np.ndarray) 
     if on_device:
         for target, source in zip(results, computed, strict=True):
             target.copy_(source)
-    if not (np.isfinite(returns).all() and torch.isfinite(last).all()):
+    # A sum is finite only if all of its terms are; one that overflows costs no more than a call to the original.
+    if not (isfinite(results[1].sum()) and isfinite(last.sum())):
         # Stable-Baselines3 multiplies by its masks and so spreads NaN over an episode's end; users look for that.
         return "rewards, values or last_values that are not finite"
     buffer.returns = returns

@@ -66,7 +66,7 @@ def choose(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
         elif n_rows >= 2048 and n_steps > 128:
             rows, chunks, steps = 32, 8, 16
         else:
-            rows, chunks, steps = 16, 8, 16
+            rows, chunks, steps = 16, 16, 8
         steps = min(steps, _power_of_two_at_least(n_steps))
         chunks = min(chunks, _power_of_two_at_least(-(-n_steps // steps)))
         warps = max(1, rows * chunks // 32)

@@ -20,6 +20,7 @@ from rl_triton._algorithm import Expectation, Problem, Taken
 from rl_triton._cpu_forms import (
     AS_NUMPY,
     EDGE,
+    address,
     addressed,
     beyond_of,
     bound,
@@ -27,6 +28,8 @@ from rl_triton._cpu_forms import (
     flagged_row,
     index,
     is_valid,
+    keep_kind,
+    keep_target,
     load,
     load_each,
     load_factors,
@@ -47,10 +50,10 @@ def _walk(
     algorithm, reverse, closed, shift, inputs, factors, boundary, initial, outputs, final, zero, one, sizes, block
 ):
     n_outer, n_inner, n_steps = sizes
-    state = np.empty(block, dtype=type(zero))
-    target = np.empty(block, dtype=type(zero))
-    value = np.empty(block, dtype=type(zero))
-    kind = np.empty(block, dtype=np.int64)
+    # Addresses, so that no index is checked for being negative.
+    states, targets = np.empty(block, dtype=type(zero)), np.empty(block, dtype=type(zero))
+    values, kinds = np.empty(block, dtype=type(zero)), np.empty(block, dtype=np.int64)
+    state, target, value, kind = address(states), address(targets), address(values), address(kinds)
     for o in range(n_outer):
         for first in range(0, n_inner, block):
             width = min(block, n_inner - first)
@@ -65,9 +68,11 @@ def _walk(
                 at_edge = step == 0
                 for j in range(width):
                     i = first + j
-                    valid, cut, v_next, v_follow, reset, reset_value, kind[j], value[j] = bound(
+                    valid, cut, v_next, v_follow, reset, reset_value, kind_before, value_before = bound(
                         boundary, o, i, t, shift, at_edge, kind[j], value[j], closed, zero
                     )
+                    keep_kind(boundary, kind, j, kind_before)
+                    value[j] = value_before
                     if valid:
                         x = load_each(inputs, o, i, t, zero)
                         f = load_factors(factors, o, i, t, one)
@@ -75,13 +80,13 @@ def _walk(
                         state_next = state[j]
                         scanned = a if cut or b == 0 else a + b * state_next
                         ahead = (v_next, v_follow, cut, state_next, target[j])
-                        target[j] = target_of(algorithm, x, v_next, cut, state_next, f)
+                        keep_target(algorithm, target, j, target_of(algorithm, x, v_next, cut, state_next, f))
                         state[j] = scanned
                         store_each(outputs, o, i, t, outputs_of(algorithm, x, scanned, ahead, f))
                     else:
                         if reset:
                             state[j] = beyond_of(algorithm, reset_value, zero)
-                            target[j] = reset_value
+                            keep_target(algorithm, target, j, reset_value)
                         store_zeros(outputs, o, i, t, zero)
             for j in range(width):
                 final[0][0][index(final[0], o, first + j, 0)] = state[j]
@@ -166,7 +171,7 @@ except RuntimeError:  # numba found no directory to store the loops in: compile 
     _scan = njit(nogil=True, **AS_NUMPY)(_scan)
     _window = njit(nogil=True, **AS_NUMPY)(_window)
 
-_ROW_BLOCK = 256
+_ROW_BLOCK = 2048
 
 
 def _elements(x: torch.Tensor) -> np.ndarray:
@@ -254,8 +259,8 @@ class PlannedLoop:
     @staticmethod
     def _found(operand: Any, flat: list[np.ndarray]) -> tuple[int, int, Any]:
         """(number of the tensor that an operand reads, offset in it, the rest of the operand); number -1: no tensor."""
-        if operand is None:
-            return -1, 0, None
+        if not isinstance(operand, tuple):  # a number, or nothing
+            return -1, 0, operand
         elements = operand[0]
         if not isinstance(elements, np.ndarray) or len(operand) > 4:
             raise _plan.NoPlanError("an operand that is read with another")
@@ -303,8 +308,7 @@ def run(problem: Problem) -> None:
 
     inputs, factors, flags, initial, outputs, final = (tuple(map(argument, group)) for group in layout.groups)
     factors = tuple(
-        _constant(f, number, n_outer) if isinstance(f, float) else operand
-        for operand, f in zip(factors, problem.factors, strict=True)
+        number(f) if isinstance(f, float) else operand for operand, f in zip(factors, problem.factors, strict=True)
     )
     zero = _constant(0.0, number, n_outer)
     scratch = np.empty(1, number), _origins(n_outer), 0, 0

@@ -4,8 +4,8 @@ Each helper is a function that numba picks an implementation for by the types of
 nothing, a tuple of operands is unrolled, and an `Algorithm` or a boundary brings its own code. The type of an algorithm
 carries a digest of the source, so a loop stored on disk is never older than the code.
 
-An operand is (elements, row starts, row stride, time stride): element (o, i, t) of it, outer row o, inner row i, lies
-at starts[o] + i * row_stride + t * time_stride. One with an action axis goes on with the stride of that axis and the
+An operand is a number, or (elements, row starts, row stride, time stride): element (o, i, t) of it, outer row o, inner
+row i, lies at starts[o] + i * row_stride + t * time_stride. One with an action axis goes on with the stride of that axis and the
 operand that it is read with.
 """
 
@@ -128,6 +128,36 @@ def _compile_beyond(algorithm, v, zero):
     return lambda algorithm, v, zero: beyond(v, zero)
 
 
+def keep_target(algorithm, kept, j, target):
+    raise NotImplementedError("compiled only")
+
+
+@overload(keep_target)
+def _compile_keep_target(algorithm, kept, j, target):
+    if not _tags[algorithm.algorithm].has_target:
+        return lambda algorithm, kept, j, target: None
+
+    def keep(algorithm, kept, j, target):
+        kept[j] = target
+
+    return keep
+
+
+def keep_kind(boundary, kept, j, kind):
+    raise NotImplementedError("compiled only")
+
+
+@overload(keep_kind)
+def _compile_keep_kind(boundary, kept, j, kind):
+    if boundary.instance_class is not boundaries.Successors or _absent(boundary, "valid"):
+        return lambda boundary, kept, j, kind: None
+
+    def keep(boundary, kept, j, kind):
+        kept[j] = kind
+
+    return keep
+
+
 for _helper in (_scalar.scaled, _scalar.clipped):
     register_jitable(_helper)
 
@@ -162,13 +192,27 @@ def store_each(operands, o, i, t, y):
 
 
 @intrinsic
-def _address(typing_context, array):
+def address(typing_context, array):
     """The data pointer of an array: the loop then counts no references and checks no index."""
 
     def codegen(context, builder, signature, arguments):
         return context.make_array(signature.args[0])(context, builder, arguments[0]).data
 
     return types.CPointer(array.dtype)(array), codegen
+
+
+@intrinsic
+def read(typing_context, pointer, at):
+    """pointer[at] of memory that nothing writes to while the loop runs: results share none with the inputs, and a
+    compiler that knows it can work on several rows at once."""
+
+    def codegen(context, builder, signature, arguments):
+        address = builder.gep(arguments[0], [arguments[1]], inbounds=True)
+        loaded = builder.load(address)
+        loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
+        return context.data_model_manager[signature.return_type].from_data(builder, loaded)
+
+    return pointer.dtype(pointer, types.intp), codegen
 
 
 def addressed(operand):
@@ -179,7 +223,7 @@ def addressed(operand):
 @overload(addressed)
 def _compile_addressed(operand):
     if isinstance(operand, types.Array):
-        return lambda operand: _address(operand)
+        return lambda operand: address(operand)
     if isinstance(operand, types.BaseNamedTuple):
         make = operand.instance_class
         return lambda operand: make(*_addressed_each(operand))
@@ -201,16 +245,18 @@ def _compile_addressed_each(operands):
 
 @njit(inline="always", **AS_NUMPY)
 def index(operand, o, i, t):
-    return operand[1][o] + i * operand[2] + t * operand[3]
+    return read(operand[1], o) + i * operand[2] + t * operand[3]
 
 
 @overload(load)
 def _compile_load(operand, o, i, t, zero):
     if isinstance(operand, types.NoneType):
         return lambda operand, o, i, t, zero: zero
+    if isinstance(operand, types.Number):
+        return lambda operand, o, i, t, zero: operand
     dtype = zero
     if len(operand) == 4:
-        return lambda operand, o, i, t, zero: dtype(operand[0][index(operand, o, i, t)])
+        return lambda operand, o, i, t, zero: dtype(read(operand[0], index(operand, o, i, t)))
 
     def taken(operand, o, i, t, zero):
         action = np.int64(operand[5][0][index(operand[5], o, i, t)])
@@ -233,7 +279,7 @@ def _compile_load(operand, o, i, t, zero):
 def _compile_flag(operand, o, i, t):
     if isinstance(operand, types.NoneType):
         return lambda operand, o, i, t: False
-    return lambda operand, o, i, t: operand[0][index(operand, o, i, t)] != 0
+    return lambda operand, o, i, t: read(operand[0], index(operand, o, i, t)) != 0
 
 
 @overload(load_each)
