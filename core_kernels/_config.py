@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -21,6 +22,8 @@ class LaunchConfig:
     axis: int = 1
     num_warps: int = 4
     prefetch: bool = False
+    parts: int = 1
+    """Into how many parts the time axis is split at most, each a program of its own: for few rows and many steps."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "chunks", "steps", "num_warps"):
@@ -53,27 +56,39 @@ def _power_of_two_at_least(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+# Programs start with about as many warps as keep an H200 busy; with less than this, the time axis is split.
+_FEW_WARPS, _ENOUGH_WARPS = 1024, 2048
+_MAX_PARTS = 1024
+
+
 @functools.cache
 def choose(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
     """A pure function of the problem's shape, from measurements on an H200 (docs/notes/scan.md). `rows_adjacent`:
     neighbours in memory are neighbouring rows ([T, N] layout), so a warp is as wide as its rows; else it is as wide as
     its steps, over several rows where these are short."""
-    if rows_adjacent:
-        if n_rows >= 24576:
-            rows, chunks, steps = 32, 1, 8
-        elif n_rows >= 8192:
-            rows, chunks, steps = 32, 4, 8
-        elif n_rows >= 2048 and n_steps > 128:
-            rows, chunks, steps = 32, 8, 16
-        else:
-            rows, chunks, steps = 16, 16, 8
-        steps = min(steps, _power_of_two_at_least(n_steps))
-        chunks = min(chunks, _power_of_two_at_least(-(-n_steps // steps)))
-        warps = max(1, rows * chunks // 32)
-        return LaunchConfig(rows, chunks, steps, axis=0, num_warps=warps, prefetch=n_steps > chunks * steps)
+    config = _by_rows(n_rows, n_steps) if rows_adjacent else _by_steps(n_steps)
+    tiles = -(-n_steps // (config.chunks * config.steps))
+    warps = -(-n_rows // config.rows) * config.num_warps
+    parts = min(_ENOUGH_WARPS // warps, tiles // 2, _MAX_PARTS) if warps < _FEW_WARPS else 1
+    return dataclasses.replace(config, parts=max(1, parts))
+
+
+def _by_rows(n_rows: int, n_steps: int) -> LaunchConfig:
+    if n_rows >= 24576:
+        rows, chunks, steps = 32, 1, 8
+    elif n_rows >= 8192:
+        rows, chunks, steps = 32, 4, 8
+    elif n_rows >= 2048 and n_steps > 128:
+        rows, chunks, steps = 32, 8, 16
+    else:
+        rows, chunks, steps = 16, 16, 8
+    steps = min(steps, _power_of_two_at_least(n_steps))
+    chunks = min(chunks, _power_of_two_at_least(-(-n_steps // steps)))
+    warps = max(1, rows * chunks // 32)
+    return LaunchConfig(rows, chunks, steps, axis=0, num_warps=warps, prefetch=n_steps > chunks * steps)
+
+
+def _by_steps(n_steps: int) -> LaunchConfig:
     steps = min(8, _power_of_two_at_least(n_steps))
-    chunks = _power_of_two_at_least(-(-n_steps // steps))
-    if n_rows < 512 and chunks > 128:
-        return LaunchConfig(1, 128, steps, num_warps=4, prefetch=True)
-    chunks = min(chunks, 32)
+    chunks = min(32, _power_of_two_at_least(-(-n_steps // steps)))
     return LaunchConfig(32 // chunks, chunks, steps, num_warps=1, prefetch=n_steps > chunks * steps)

@@ -246,7 +246,9 @@ class PlannedLoop:
     def __init__(self, loop: Any, before: Any, operands: Any, after: Any, algorithm: Any, places: _plan.Places) -> None:
         self.loop, self.before, self.after = loop, before, after
         self.algorithm = algorithm  # its tag lives as long as it does
-        tensors = (*places.tensors, *places.results)
+        # A given result is among both.
+        self.made = [i for i, x in enumerate(places.made) if all(x is not y for y in places.tensors)]
+        tensors = (*places.tensors, *(places.made[i] for i in self.made))
         if any(x.dtype in (torch.float16, torch.bfloat16) for x in tensors):
             raise _plan.NoPlanError("16-bit tensors are widened by a copy")
         flat = [_elements(x) for x in tensors]
@@ -272,8 +274,8 @@ class PlannedLoop:
             return -1, 0, operand  # a constant
         return around[0], (start - flat[around[0]].ctypes.data) // elements.itemsize, operand[1:]
 
-    def __call__(self, tensors: list[torch.Tensor], addresses: list[int], results: list[torch.Tensor]) -> bool:
-        flat = [_elements(x) for x in (*tensors, *results)]
+    def __call__(self, tensors: list[torch.Tensor], addresses: list[int], made: list[torch.Tensor]) -> bool:
+        flat = [_elements(x) for x in (*tensors, *(made[i] for i in self.made))]
         operands = [
             make([(flat[i][at:] if at else flat[i], *rest) if i >= 0 else rest for i, at, rest in group])
             for make, group in self.groups
@@ -333,7 +335,7 @@ def run(problem: Problem) -> None:
     loop(*before, *operands, *after)
     if not narrow:
         prepare = functools.partial(PlannedLoop, loop, before, operands, after, problem.algorithm)
-        _plan.record(_plan.Launch(problem.outputs, prepare))
+        _plan.record(_plan.Launch(problem.outputs, (), (prepare,)))
     if narrow:
         for y, wide in zip(problem.outputs, written, strict=True):
             y.copy_(wide)

@@ -4,9 +4,9 @@ Each helper is a function that numba picks an implementation for by the types of
 nothing, a tuple of operands is unrolled, and an `Algorithm` or a boundary brings its own code. The type of an algorithm
 carries a digest of the source, so a loop stored on disk is never older than the code.
 
-An operand is a number, or (elements, row starts, row stride, time stride): element (o, i, t) of it, outer row o, inner
-row i, lies at starts[o] + i * row_stride + t * time_stride. One with an action axis goes on with the stride of that axis and the
-operand that it is read with.
+An operand is a number, or (elements, row starts, row stride, time stride): element (o, i, t) of it, outer row o,
+inner row i, lies at starts[o] + i * row_stride + t * time_stride. One with an action axis goes on with the stride of
+that axis and the operand that it is read with.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class DirectKernel:
         self.read: list[tuple[int, int]] = []
         """(slot among the kernel's parameters, position among the call's tensors)"""
         self.written: list[tuple[int, int]] = []
-        """(slot, number of the result)"""
+        """(slot, number of the tensor that the call made)"""
         for kind, value in (leaf for name, types in signature.items() for leaf in _leaves(types, arguments[name])):
             if kind.startswith("*"):
                 made, number = places.find(value.data_ptr())
@@ -75,7 +75,7 @@ class DirectKernel:
         self.launch = _driver()
         self.local = threading.local()
 
-    def __call__(self, tensors: list[torch.Tensor], addresses: list[int], results: list[torch.Tensor]) -> bool:
+    def __call__(self, tensors: list[torch.Tensor], addresses: list[int], made: list[torch.Tensor]) -> bool:
         if torch._C._cuda_getDevice() != self.device:
             return False
         try:
@@ -85,7 +85,7 @@ class DirectKernel:
         for slot, i in self.read:
             block[slot] = addresses[i]
         for slot, i in self.written:
-            block[slot] = results[i].data_ptr()
+            block[slot] = made[i].data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         # What fails here, as in a thread without a context, the ordinary path mends, or tells what is wrong.
         return not self.launch(self.function, self.blocks, 1, 1, self.threads, 1, 1, self.shared, stream, entries, None)

@@ -154,12 +154,34 @@ def run(problem: Problem) -> None:
             "PREFETCH": config.prefetch,
         }
     device = problem.outputs[0].device
+    scratch: tuple[torch.Tensor, ...] = ()
+    phases: tuple[dict[str, Any], ...] = ({},)
+    if problem.window is None:
+        tiles = triton.cdiv(layout.n_steps, config.chunks * config.steps)
+        # Across the seam of two parts goes a state, but no target, and nothing of what rows that are no transition say.
+        parts = config.parts if bounds.valid is None and algorithm.lookahead < 2 else 1
+        tiles_a_part = triton.cdiv(tiles, parts)
+        parts = triton.cdiv(tiles, tiles_a_part)
+        blocks *= parts
+        if parts > 1:
+            scratch = (torch.empty(4, parts, layout.n_rows, dtype=problem.dtype, device=device),)
+            phases = ({"COMPOSING": True}, {})
+        arguments |= {
+            "maps": scratch[0] if scratch else None,
+            "n_parts": parts,
+            "tiles_a_part": tiles_a_part,
+            "PARTS": triton.next_power_of_2(parts),
+            "COMPOSING": False,
+        }
+    prepared = []
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        # Contraction would make the bits depend on the launch configuration and on the Triton version.
-        launched = kernel[(blocks,)](**arguments, num_warps=config.num_warps, enable_fp_fusion=False)
-    if launched is not None:  # as from the interpreter
-        prepare = functools.partial(DirectKernel, launched, arguments, blocks, device)
-        _plan.record(_plan.Launch(problem.outputs, prepare))
+        for phase in phases:
+            given = arguments | phase
+            # Contraction would make the bits depend on the launch configuration and on the Triton version.
+            launched = kernel[(blocks,)](**given, num_warps=config.num_warps, enable_fp_fusion=False)
+            prepared.append(functools.partial(DirectKernel, launched, given, blocks, device))
+    if not interpreted(kernel):
+        _plan.record(_plan.Launch(problem.outputs, scratch, tuple(prepared)))
 
 
 def interpreting() -> bool:

@@ -41,12 +41,12 @@ class Places(NamedTuple):
 
     tensors: list[torch.Tensor]
     """All that the call was given, in order."""
-    results: list[torch.Tensor]
-    """What it made."""
+    made: list[torch.Tensor]
+    """Its results, and behind them its scratch memory."""
 
     def find(self, address: int) -> tuple[bool, int]:
-        """(is it a result, number) of the tensor that begins at an address."""
-        for made, some in ((True, self.results), (False, self.tensors)):
+        """(has the call made it, number) of the tensor that begins at an address."""
+        for made, some in ((True, self.made), (False, self.tensors)):
             for i, x in enumerate(some):
                 if x.data_ptr() == address:
                     return made, i
@@ -54,14 +54,16 @@ class Places(NamedTuple):
 
 
 Start = Callable[[list[torch.Tensor], list[int], list[torch.Tensor]], bool]
-"""Start on the call's tensors, their addresses and its results; False where the ordinary path has to."""
+"""Start on the call's tensors, their addresses and what it made; False where the ordinary path has to."""
 
 
 class Launch(NamedTuple):
     """What the ordinary path did, and how to prepare to do it again."""
 
     outputs: tuple[torch.Tensor, ...]
-    prepare: Callable[[Places], Start]
+    scratch: tuple[torch.Tensor, ...]
+    prepare: tuple[Callable[[Places], Start], ...]
+    """For each kernel or loop, in their order."""
 
 
 _recorder: ContextVar[list[Launch] | None] = ContextVar("rl_triton_recorder", default=None)
@@ -82,25 +84,27 @@ class Plan:
         arguments = {x.data_ptr(): i for i, x in enumerate(tensors)}
         if len(arguments) < len(tensors):
             raise NoPlanError("two arguments are in one place, so which is read where cannot be told")
-        self.new = [] if given else [_allocator(x, tensors) for x in launch.outputs]
+        self.new = [_allocator(x, tensors) for x in (*(() if given else launch.outputs), *launch.scratch)]
         self.given = [arguments[x.data_ptr()] for x in launch.outputs] if given else []
         self.spans = [_span(x) for x in tensors]
         self.structure = None if isinstance(result, torch.Tensor) else type(result)
-        self.start = launch.prepare(Places(tensors, [] if given else list(launch.outputs)))
+        self.n_results = len(launch.outputs)
+        places = Places(tensors, [*launch.outputs, *launch.scratch])
+        self.starts = [prepare(places) for prepare in launch.prepare]
 
     def __call__(self, tensors: list[torch.Tensor], addresses: list[int]) -> Any:
         """The results, or None where this call has to take the ordinary path."""
-        if self.given:
-            if self._may_overlap(addresses):
-                return None
-            results = [tensors[i] for i in self.given]
-            for x in results:
-                torch.autograd.graph.increment_version(x)
-        else:
-            results = [allocate(tensors) for allocate in self.new]
-        if not self.start(tensors, addresses, results):
+        if self.given and self._may_overlap(addresses):
             return None
-        return results[0] if self.structure is None else self.structure(*results)
+        made = [tensors[i] for i in self.given]
+        for x in made:
+            torch.autograd.graph.increment_version(x)
+        for allocate in self.new:
+            made.append(allocate(tensors))
+        for start in self.starts:
+            if not start(tensors, addresses, made):
+                return None
+        return made[0] if self.structure is None else self.structure(*made[: self.n_results])
 
     def _may_overlap(self, addresses: list[int]) -> bool:
         """Whether a given result lies where another argument does: then the ordinary path looks closer."""

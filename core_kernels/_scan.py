@@ -21,6 +21,7 @@ from rl_triton._tile import (
     load_flags,
     load_row,
     load_steps,
+    only,
     scan_order,
     steps_from,
     store_steps,
@@ -103,6 +104,18 @@ def chunk_map(a, b, REVERSE: tl.constexpr, STEPS: tl.constexpr):
 
 
 @jit
+def scanned(a, b, place, REVERSE: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
+    """The maps from the edge of the tile to the far end of each chunk, in the order of the scan."""
+    chunk_a, chunk_b, b_low = chunk_map(a, b, REVERSE, STEPS)
+    a_low = tl.zeros_like(chunk_a)
+    if CHUNKS > 1:
+        chunk_a, chunk_b = in_order(chunk_a, place, REVERSE, AXIS), in_order(chunk_b, place, REVERSE, AXIS)
+        b_low = in_order(b_low, place, REVERSE, AXIS)
+        chunk_a, a_low, chunk_b, b_low = tl.associative_scan((chunk_a, a_low, chunk_b, b_low), AXIS, compose)
+    return chunk_a, a_low, chunk_b, b_low
+
+
+@jit
 def entering(
     a,
     b,
@@ -116,15 +129,25 @@ def entering(
 ):
     """The state on entering each chunk, and the state (with its low part) that the next tile will see. `place` is that
     of a chunk in the order of the scan."""
-    chunk_a, chunk_b, b_low = chunk_map(a, b, REVERSE, STEPS)
-    chunk_a, chunk_b = in_order(chunk_a, place, REVERSE, AXIS), in_order(chunk_b, place, REVERSE, AXIS)
-    b_low = in_order(b_low, place, REVERSE, AXIS)
-    chunk_a, a_low, chunk_b, b_low = tl.associative_scan(
-        (chunk_a, tl.zeros_like(chunk_a), chunk_b, b_low), AXIS, compose
-    )
-    high, low = apply(chunk_a, a_low, chunk_b, b_low, state_beyond, low_beyond)
+    a_all, a_low, b_all, b_low = scanned(a, b, place, REVERSE, CHUNKS, STEPS, AXIS)
+    high, low = apply(a_all, a_low, b_all, b_low, state_beyond, low_beyond)
     entry = left_before(high + low, state_beyond + low_beyond, place, AXIS)
     return entry, left_last(high, place, CHUNKS, AXIS), left_last(low, place, CHUNKS, AXIS)
+
+
+@jit
+def past_parts(maps, state, low, part, n_parts, rows, row_mask, n_rows, PARTS: tl.constexpr, AXIS: tl.constexpr):
+    """The state beyond a part of the time axis, given that beyond the first part and the maps of the parts before."""
+    before = tl.expand_dims(tl.arange(0, PARTS), 1 - AXIS)
+    mask = row_mask & (before < part)
+    pointers = maps + before * n_rows + rows
+    span = n_parts * n_rows
+    a, a_low = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + span, mask=mask, other=0.0)
+    b, b_low = tl.load(pointers + 2 * span, mask=mask, other=1.0), tl.load(pointers + 3 * span, mask=mask, other=0.0)
+    a, a_low, b, b_low = tl.associative_scan((a, a_low, b, b_low), AXIS, compose)
+    all_parts = before == PARTS - 1
+    a, a_low = only(a, all_parts, AXIS), only(a_low, all_parts, AXIS)
+    return apply(a, a_low, only(b, all_parts, AXIS), only(b_low, all_parts, AXIS), state, low)
 
 
 @jit
@@ -186,9 +209,12 @@ def scan_kernel(
     initial,
     outputs,
     final,
+    maps,
     sizes,
     n_rows,
     T,
+    n_parts,
+    tiles_a_part,
     COEFFICIENTS: tl.constexpr,
     TARGET: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -213,8 +239,14 @@ def scan_kernel(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     PREFETCH: tl.constexpr,
+    PARTS: tl.constexpr,
+    COMPOSING: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(INDEX) * ROWS + tl.expand_dims(tl.arange(0, ROWS), AXIS)
+    """PARTS > 1: the time axis is split over programs. They are started twice: COMPOSING, each leaves the map of its
+    part in `maps`; then each begins with the state that the maps before it lead to."""
+    program = tl.program_id(0).to(INDEX)
+    part = program % n_parts
+    rows = program // n_parts * ROWS + tl.expand_dims(tl.arange(0, ROWS), AXIS)
     row_mask = rows < n_rows
     place = scan_order(CHUNKS, REVERSE, AXIS)
     tile_mask = row_mask & (place >= 0)
@@ -237,15 +269,28 @@ def scan_kernel(
 
     n_tiles = tl.cdiv(T, CHUNKS * STEPS)
     SPAN: tl.constexpr = CHUNKS * STEPS
-    start = tl.zeros([], INDEX)
+    begin = part * tiles_a_part
+    end = tl.minimum(begin + tiles_a_part, n_tiles)
     if REVERSE:
-        start = (n_tiles - 1).to(INDEX) * SPAN
+        start = (n_tiles - 1 - begin).to(INDEX) * SPAN
+    else:
+        start = begin.to(INDEX) * SPAN
+
+    # The map of the part so far, where that is what is wanted.
+    map_a = tl.zeros_like(state_beyond)
+    map_a_low = tl.zeros_like(state_beyond)
+    map_b = tl.zeros_like(state_beyond) + 1.0
+    map_b_low = tl.zeros_like(state_beyond)
+    if PARTS > 1 and not COMPOSING:
+        state_beyond, low_beyond = past_parts(
+            maps, state_beyond, low_beyond, part, n_parts, rows, row_mask, n_rows, PARTS, AXIS
+        )
     if PREFETCH:
         valid, x, f, bounds = fetch(
             inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
             INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
         )  # fmt: skip
-    for k in range(n_tiles):
+    for k in range(begin, end):
         if not PREFETCH:
             valid, x, f, bounds = fetch(
                 inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
@@ -300,53 +345,60 @@ def scan_kernel(
             a = a + (a_s,)
             b = b + (b_s,)
 
-        entry = state_beyond
-        if CHUNKS > 1:
-            entry, state_beyond, low_beyond = entering(
-                a, b, state_beyond, low_beyond, place, REVERSE, CHUNKS, STEPS, AXIS
-            )
-        state = ()
-        state_next = ()
-        for s in tl.static_range(FIRST, BEHIND, FORWARD):
-            left = step(a[s], b[s], entry)
-            if REVERSE:
-                state = (left,) + state
-                state_next = (entry,) + state_next
-            else:
-                state = state + (left,)
-                state_next = state_next + (entry,)
-            entry = left
-        if CHUNKS == 1:
-            state_beyond = entry
+        if COMPOSING:
+            a_all, a_low, b_all, b_low = scanned(a, b, place, REVERSE, CHUNKS, STEPS, AXIS)
+            if CHUNKS > 1:
+                a_all, a_low = left_last(a_all, place, CHUNKS, AXIS), left_last(a_low, place, CHUNKS, AXIS)
+                b_all, b_low = left_last(b_all, place, CHUNKS, AXIS), left_last(b_low, place, CHUNKS, AXIS)
+            map_a, map_a_low, map_b, map_b_low = compose(map_a, map_a_low, map_b, map_b_low, a_all, a_low, b_all, b_low)
+        else:
+            entry = state_beyond
+            if CHUNKS > 1:
+                entry, state_beyond, low_beyond = entering(
+                    a, b, state_beyond, low_beyond, place, REVERSE, CHUNKS, STEPS, AXIS
+                )
+            state = ()
+            state_next = ()
+            for s in tl.static_range(FIRST, BEHIND, FORWARD):
+                left = step(a[s], b[s], entry)
+                if REVERSE:
+                    state = (left,) + state
+                    state_next = (entry,) + state_next
+                else:
+                    state = state + (left,)
+                    state_next = state_next + (entry,)
+                entry = left
+            if CHUNKS == 1:
+                state_beyond = entry
 
-        target_next = state
-        if LOOKAHEAD >= 2:
-            known = ()
-            target = ()
+            target_next = state
+            if LOOKAHEAD >= 2:
+                known = ()
+                target = ()
+                for s in tl.static_range(STEPS):
+                    x_s, f_s = at_step(numbers, s, N_INPUTS, STEPS), at_step(f, s, N_FACTORS, STEPS)
+                    target_s = TARGET(x_s, v_next[s], cut[s], state_next[s], f_s, VARIANT)
+                    known_s = valid[s]
+                    if valid_flags is not None:
+                        target_s = tl.where(known_s, target_s, reset_value[s])
+                        known_s = known_s | reset[s]
+                    known = known + (known_s,)
+                    target = target + (target_s,)
+                target_next, target_beyond = upcoming(known, target, target_beyond, place, CHUNKS, STEPS, AXIS)
+
+            results = ()
             for s in tl.static_range(STEPS):
                 x_s, f_s = at_step(numbers, s, N_INPUTS, STEPS), at_step(f, s, N_FACTORS, STEPS)
-                target_s = TARGET(x_s, v_next[s], cut[s], state_next[s], f_s, VARIANT)
-                known_s = valid[s]
-                if valid_flags is not None:
-                    target_s = tl.where(known_s, target_s, reset_value[s])
-                    known_s = known_s | reset[s]
-                known = known + (known_s,)
-                target = target + (target_s,)
-            target_next, target_beyond = upcoming(known, target, target_beyond, place, CHUNKS, STEPS, AXIS)
-
-        results = ()
-        for s in tl.static_range(STEPS):
-            x_s, f_s = at_step(numbers, s, N_INPUTS, STEPS), at_step(f, s, N_FACTORS, STEPS)
-            ahead = (v_next[s], v_follow[s], cut[s], state_next[s], target_next[s])
-            results = results + (OUTPUTS(x_s, state[s], ahead, f_s, VARIANT),)
-        for i in tl.static_range(N_OUTPUTS):
-            y = ()
-            for s in tl.static_range(STEPS):
-                y_s = results[s][i]
-                if valid_flags is not None:
-                    y_s = tl.where(valid[s], y_s, 0.0)
-                y = y + (y_s,)
-            store_steps(outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+                ahead = (v_next[s], v_follow[s], cut[s], state_next[s], target_next[s])
+                results = results + (OUTPUTS(x_s, state[s], ahead, f_s, VARIANT),)
+            for i in tl.static_range(N_OUTPUTS):
+                y = ()
+                for s in tl.static_range(STEPS):
+                    y_s = results[s][i]
+                    if valid_flags is not None:
+                        y_s = tl.where(valid[s], y_s, 0.0)
+                    y = y + (y_s,)
+                store_steps(outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
 
         if REVERSE:
             start -= SPAN
@@ -355,16 +407,25 @@ def scan_kernel(
         if PREFETCH:
             # Here, and not where it is needed: else the compiler moves each load down to its use, and a thread waits
             # for memory at every step, not once a tile.
-            more = row_mask & (rows * 0 + k + 1 < n_tiles)
+            more = row_mask & (rows * 0 + k + 1 < end)
             valid, x, f, bounds = fetch(
                 inputs, factors, boundary, valid_flags, sizes, rows, more, start, T, FETCH_BOUNDARY, REVERSE, START,
                 INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
             )  # fmt: skip
 
     once = tile_mask & (place == 0)
-    if final[0] is not None:
-        pointers = address(final[0], sizes, rows, place * 0, DIMS)
-        tl.store(pointers, state_beyond + low_beyond, mask=once)
-    if final[1] is not None:
-        pointers = address(final[1], sizes, rows, place * 0, DIMS)
-        tl.store(pointers, target_beyond, mask=once)
+    if COMPOSING:
+        pointers = maps + part * n_rows + rows + place * 0
+        span = n_parts * n_rows
+        tl.store(pointers, map_a, mask=once)
+        tl.store(pointers + span, map_a_low, mask=once)
+        tl.store(pointers + 2 * span, map_b, mask=once)
+        tl.store(pointers + 3 * span, map_b_low, mask=once)
+    else:
+        once = once & (place * 0 + part == n_parts - 1)
+        if final[0] is not None:
+            pointers = address(final[0], sizes, rows, place * 0, DIMS)
+            tl.store(pointers, state_beyond + low_beyond, mask=once)
+        if final[1] is not None:
+            pointers = address(final[1], sizes, rows, place * 0, DIMS)
+            tl.store(pointers, target_beyond, mask=once)

@@ -299,6 +299,12 @@ def picked(tile, source, AXIS: tl.constexpr):
 
 
 @jit
+def only(tile, chosen, AXIS: tl.constexpr):
+    """One element per row: that which `chosen` marks, by selection, so that the others may be NaN."""
+    return tl.sum(tl.where(chosen, tile, 0), axis=AXIS, keep_dims=True)
+
+
+@jit
 def in_order(tile, place, REVERSE: tl.constexpr, AXIS: tl.constexpr):
     """The chunks in the order of the scan. (A reversed `associative_scan` mirrors a warp at 10 shuffles a value.)"""
     if REVERSE and AXIS == 1:

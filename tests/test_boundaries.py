@@ -78,7 +78,7 @@ def test_last_values_are_not_read_beside_next_values(backend):
     assert gae(backend, [0, 0], [1, 1], [0, 0], next_values=[[3.0, 5.0]], last_values=[NAN]) == [6, 4]
 
 
-@pytest.mark.parametrize("config", SMALL_CONFIGS, ids=["axis 1", "axis 0"])
+@pytest.mark.parametrize("config", SMALL_CONFIGS, ids=["axis 1", "axis 0", "split"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["rewards", "values"])
 def test_containment(backend, bad, where, config):

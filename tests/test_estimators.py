@@ -545,7 +545,7 @@ def test_replacing_traces(backend):
     assert z.tolist() == [[1.0, 0.5, 1.0, 0.5, 0.25]]
 
 
-@pytest.mark.parametrize("config", SMALL_CONFIGS, ids=["axis 1", "axis 0"])
+@pytest.mark.parametrize("config", SMALL_CONFIGS, ids=["axis 1", "axis 0", "split"])
 @pytest.mark.parametrize("op", OPS, ids=repr)
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_containment(op, bad, config, backend):

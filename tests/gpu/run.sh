@@ -10,3 +10,5 @@ python3 -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "tes
 parallel=()
 if python3 -c 'import xdist' 2>/dev/null; then parallel=(-n "${RL_TRITON_TEST_PROCESSES:-8}" --dist worksteal); fi
 python3 -m pytest -q -p record -p no:cacheprovider --durations=10 "${parallel[@]}" tests
+# The performance-regression test: on a GPU whose speed is on record, at least 0.9 of it.
+if [ -s benchmarks/results/check.jsonl ]; then python3 -m benchmarks.check; fi
