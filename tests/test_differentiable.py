@@ -136,9 +136,11 @@ def of_inputs(op, constants, names, carries, **changes):
 
 
 def check(backend, function, inputs, twice=False):
-    assert torch.autograd.gradcheck(function, inputs, fast_mode=backend.slow)
+    # The gradient of a gather adds in no fixed order on a GPU.
+    options = {"fast_mode": backend.slow, "nondet_tol": 1e-10 if backend.device == "cuda" else 0.0}
+    assert torch.autograd.gradcheck(function, inputs, **options)
     if twice:
-        assert torch.autograd.gradgradcheck(function, inputs, fast_mode=backend.slow)
+        assert torch.autograd.gradgradcheck(function, inputs, **options)
 
 
 @on_backends("window", list(WINDOWS), "gaps, carry")

@@ -209,8 +209,10 @@ def test_without_the_hooks_of_triton(missing, monkeypatch, followed):
                 raise AttributeError(name)
             return getattr(self.kernel, name)
 
-    record = _plan.record
-    monkeypatch.setattr(_plan, "record", lambda launch: record(launch._replace(kernel=Kernel(launch.kernel))))
+    from rl_triton import _launch
+
+    direct = _launch.DirectKernel
+    monkeypatch.setattr(_launch, "DirectKernel", lambda kernel, *rest: direct(Kernel(kernel), *rest))
     rollout = make_rollout(8, 48, device="cuda", poison=False)
     for _ in range(3):
         assert torch.equal(gae(rollout, gamma=0.77).returns, ordinary(rlt.gae, **rollout, gamma=0.77).returns)
