@@ -205,8 +205,9 @@ def table() -> str:
     for key, rows in groups.items():
         figures = [max(row[k] for row in rows) for k in ("max_error", "loop_max_error", "rms_error", "loop_rms_error")]
         share = max(row["worst_share_of_limit"] for row in rows)
-        multiple = max(row["worst_ratio_to_loop"] for row in rows)
-        cells = [*key, *(f"{x:.2g}" for x in figures), f"{share:.2f}", f"{multiple:.2f}"]
+        multiples = [row.get("worst_ratio_to_loop") for row in rows]  # rows of earlier programs have none
+        multiple = "" if None in multiples else f"{max(multiples):.2f}"
+        cells = [*key, *(f"{x:.2g}" for x in figures), f"{share:.2f}", multiple]
         lines.append("| " + " | ".join(cells) + " |")
     lines.append("")
     current = digest()
@@ -214,7 +215,7 @@ def table() -> str:
         state = "the code as it stands" if row["digest"] == current else f"earlier code, digest {row['digest']}"
         lines.append(f"- {row['backend']}: {row['machine']}, torch {row['torch']}, {row['date']}, {state}.")
     over = sum(not row["worst_share_of_limit"] <= 1.0 for row in latest.values())
-    double = sum(not row["worst_ratio_to_loop"] <= LIMIT for row in latest.values())
+    double = sum(not row.get("worst_ratio_to_loop", 0.0) <= LIMIT for row in latest.values())
     lines += [
         "",
         f"{over} of {len(latest)} measurements are over the limit. In {double} of them some combination has more than",

@@ -30,6 +30,10 @@ class LaunchConfig:
             size = getattr(self, name)
             if size < 1 or size & (size - 1):
                 raise ValueError(f"LaunchConfig: {name} must be a power of two, got {size}")
+        if self.rows * self.chunks < 32:  # Triton 3.6 fails on some of those
+            raise ValueError(
+                f"LaunchConfig: a tile has a chunk for each lane of a warp, got {self.rows} x {self.chunks}"
+            )
         if self.axis == 1 and self.steps > 16:
             raise ValueError(f"LaunchConfig: a chunk along axis 1 has 16 steps at most, got {self.steps}")
 
@@ -84,8 +88,8 @@ def _by_rows(n_rows: int, n_steps: int) -> LaunchConfig:
         rows, chunks, steps = 16, 16, 8
     steps = min(steps, _power_of_two_at_least(n_steps))
     chunks = min(chunks, _power_of_two_at_least(-(-n_steps // steps)))
-    warps = max(1, rows * chunks // 32)
-    return LaunchConfig(rows, chunks, steps, axis=0, num_warps=warps, prefetch=n_steps > chunks * steps)
+    rows = max(rows, 32 // chunks)
+    return LaunchConfig(rows, chunks, steps, axis=0, num_warps=rows * chunks // 32, prefetch=n_steps > chunks * steps)
 
 
 def _by_steps(n_steps: int) -> LaunchConfig:

@@ -54,7 +54,7 @@ def test_a_zero_factor_reads_nothing(backend, reverse):
     beta = torch.full((1, 32), 0.5, device=backend.device)
     alpha[0, 12], alpha[0, 13] = float("nan"), float("inf")
     beta[0, 16 if not reverse else 9] = 0.0
-    with configured(LaunchConfig(rows=1, chunks=2, steps=4)):
+    with configured(LaunchConfig(rows=16, chunks=2, steps=4)):
         y = rlt.affine_scan(alpha, beta, reverse=reverse).cpu()[0]
     finite = torch.isfinite(y)
     bad = range(12, 16) if not reverse else range(10, 14)
@@ -67,7 +67,7 @@ def test_a_bad_factor_stays_behind_a_zero_one(backend, bad):
     alpha = torch.ones(1, 32, device=backend.device)
     beta = torch.full((1, 32), 0.5, device=backend.device)
     beta[0, 9], beta[0, 13] = 0.0, bad
-    with configured(LaunchConfig(rows=1, chunks=2, steps=4)):
+    with configured(LaunchConfig(rows=16, chunks=2, steps=4)):
         y = rlt.affine_scan(alpha, beta)
     finite = torch.isfinite(y.cpu()[0])
     assert [t for t in range(32) if not finite[t]] == [10, 11, 12, 13]
