@@ -161,7 +161,7 @@ def planned(op: _Op) -> _Op:
     def call(*args: Any, **kwargs: Any) -> Any:
         if _checks.READS_DATA:
             return op(*args, **kwargs)
-        key: list[Any] = [_backend.chosen(), _config.forced(), *kwargs]
+        key: list[Any] = [_backend.chosen(), _config.forced(), torch.get_default_dtype(), *kwargs]
         tensors: list[torch.Tensor] = []
         addresses: list[int] = []
         try:

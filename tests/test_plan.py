@@ -167,6 +167,19 @@ def test_threads_and_streams(device, followed):
     assert sum(followed) > 700
 
 
+def test_the_default_dtype_is_part_of_a_plan(device, followed):
+    """Integers count as the default float dtype, whatever that is at the time."""
+    x, done = torch.ones(2, 3, dtype=torch.int64, device=device), torch.zeros(2, 3, device=device)
+    default = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert rlt.episodic_cumsum(x, done).dtype == dtype
+    finally:
+        torch.set_default_dtype(default)
+    assert followed == [True, True]
+
+
 @needs_gpu
 def test_a_plan_replays_in_a_graph():
     rollout = make_rollout(64, 128, device="cuda", poison=False)
