@@ -219,8 +219,8 @@ def table() -> str:
     multiples = [row["worst_ratio_to_loop"] for row in latest.values() if "worst_ratio_to_loop" in row]
     double = sum(not multiple <= LIMIT for multiple in multiples)
     lines.append(
-        f"In {double} of {len(multiples)} some combination has more than twice the loop's error; within the limit, by less "
-        "than a rounding of the largest result."
+        f"In {double} of {len(multiples)} some combination has more than twice the loop's error; within the limit, by "
+        "less than a rounding of the largest result."
         if multiples
         else "The multiple of the loop's error has not been measured yet."
     )
