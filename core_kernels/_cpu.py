@@ -333,9 +333,9 @@ def run(problem: Problem) -> None:
         operands = (inputs, factors, boundary, initial, outputs, final)
         after += (min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1,)
     loop(*before, *operands, *after)
-    if not narrow:
-        prepare = functools.partial(PlannedLoop, loop, before, operands, after, problem.algorithm)
-        _plan.record(_plan.Launch(problem.outputs, (), (prepare,)))
     if narrow:
         for y, wide in zip(problem.outputs, written, strict=True):
             y.copy_(wide)
+    else:
+        prepare = functools.partial(PlannedLoop, loop, before, operands, after, problem.algorithm)
+        _plan.record(_plan.Launch(problem.outputs, (), (prepare,)))

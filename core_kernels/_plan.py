@@ -12,6 +12,7 @@ or a kernel without what a plan needs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -82,8 +83,6 @@ class Plan:
     def __init__(self, launch: Launch, tensors: list[torch.Tensor], given: bool, result: Any) -> None:
         """given: the results are among the tensors, as `out`."""
         arguments = {x.data_ptr(): i for i, x in enumerate(tensors)}
-        if len(arguments) < len(tensors):
-            raise NoPlanError("two arguments are in one place, so which is read where cannot be told")
         self.new = [_allocator(x, tensors) for x in (*(() if given else launch.outputs), *launch.scratch)]
         self.given = [arguments[x.data_ptr()] for x in launch.outputs] if given else []
         self.spans = [_span(x) for x in tensors]
@@ -98,6 +97,8 @@ class Plan:
             return None
         made = [tensors[i] for i in self.given]
         for x in made:
+            if x.requires_grad:
+                return None  # an error, which the ordinary path words
             torch.autograd.graph.increment_version(x)
         for allocate in self.new:
             made.append(allocate(tensors))
@@ -171,7 +172,7 @@ def planned(op: _Op) -> _Op:
         kind = tuple(key)
         plan = plans.get(kind, _NEW)
         if plan is _NEW:
-            return _first(op, args, kwargs, plans, kind, tensors)
+            return _first(op, args, kwargs, plans, kind, tensors, addresses)
         result = None if plan is None else plan(tensors, addresses)
         return op(*args, **kwargs) if result is None else result
 
@@ -179,7 +180,9 @@ def planned(op: _Op) -> _Op:
     return call  # type: ignore[return-value]
 
 
-def _first(op: Any, args: Any, kwargs: Any, plans: Any, kind: Any, tensors: list[torch.Tensor]) -> Any:
+def _first(
+    op: Any, args: Any, kwargs: Any, plans: Any, kind: Any, tensors: list[torch.Tensor], addresses: list[int]
+) -> Any:
     """The first call of a kind: the ordinary path, watched."""
     launches: list[Launch] = []
     token = _recorder.set(launches)
@@ -187,13 +190,13 @@ def _first(op: Any, args: Any, kwargs: Any, plans: Any, kind: Any, tensors: list
         result = op(*args, **kwargs)
     finally:
         _recorder.reset(token)
+    if len(set(addresses)) < len(addresses):
+        return result  # which of two arguments in one place is read where cannot be told; the next call's may be apart
     if len(plans) >= _MAX_PLANS:
         plans.clear()
     plans[kind] = None
     if len(launches) == 1 and not any(kwargs.get(name) for name in _DECLINED):
-        try:
+        # Beside what is known to be in the way: kernels of another Triton version, described in another form.
+        with contextlib.suppress(NoPlanError, AttributeError, KeyError, TypeError, ValueError):
             plans[kind] = Plan(launches[0], tensors, kwargs.get("out") is not None, result)
-        except (NoPlanError, AttributeError, KeyError, ValueError, OSError):  # what this version does not offer
-            if len({x.data_ptr() for x in tensors}) < len(tensors):
-                del plans[kind]  # for want of distinct arguments, which the next call may have
     return result

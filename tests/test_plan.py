@@ -120,6 +120,8 @@ def test_out_follows_a_plan_and_is_checked(device, followed):
         assert all(torch.equal(x, y) for x, y in zip(out, expected, strict=True))
         assert all(x._version > version for x, version in zip(out, versions, strict=True))
     assert followed == [True, True]
+    with pytest.raises(ValueError, match="requires grad"):
+        gae(rollout, out=(out[0], out[1].clone().requires_grad_()))
     with pytest.raises(ValueError, match="shares memory with rewards"):
         gae(rollout, out=(rollout["rewards"], out[1]))
     with pytest.raises(ValueError, match="shares memory with out"):
