@@ -188,8 +188,8 @@ def table() -> str:
         "",
         "Errors against a float64 loop, beside those of a plain float32 loop (rounded to the dtype of the result).",
         "Each is the largest over V in {N(0,1), 10 + N, 1000 + N}, λ in {0, .1, .5, .95, 1}, γ in {.9, .99, 1} and",
-        "T in {16, 128, 4096, 131072}. The last column is the worst case of any single combination: the largest multiple",
-        "of the loop's maximum or RMS error; it must be at most 2.",
+        "T in {16, 128, 4096, 131072}. The last column is the worst case of any single combination: the largest",
+        "multiple of the loop's maximum or RMS error; it must be at most 2.",
         "",
         "| op | result | dtype | layout | backend | max error | of the loop | RMS error | of the loop "
         "| worst multiple |",
