@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import struct
 from typing import Any
 
@@ -50,8 +51,20 @@ def _argument(source: Any) -> Any:
 
 
 def _kind(source: Any) -> int:
-    kinds: dict[type, Any] = {Taken: _tile.TAKEN, Expectation: _tile.EXPECTATION}
-    return kinds.get(type(source), _tile.PLAIN).value
+    if isinstance(source, Taken):
+        return _tile.TAKEN.value
+    if isinstance(source, Expectation):
+        return _tile.EXPECTATION.value + min(_group(source.values), _group(source.probs)) - 1
+    return _tile.PLAIN.value
+
+
+def _group(operand: Operand) -> int:
+    """How many neighbouring actions can be read at once: a power of two, at most 16 bytes."""
+    x = operand.tensor
+    if operand.action_stride != 1 or x.data_ptr() % 16:
+        return 1
+    most = min(_tile.MAX_GROUP, 16 // x.element_size())
+    return math.gcd(most, x.shape[-1], operand.time_stride, *operand.row_strides)
 
 
 def _reach(layout: Layout) -> int:
@@ -142,8 +155,8 @@ def run(problem: Problem) -> None:
             "VARIANT": algorithm.code,
             "LOOKAHEAD": algorithm.lookahead,
             "REVERSE": algorithm.reverse,
-            "INPUT_KINDS": sum(_kind(x) * 3**i for i, x in enumerate(problem.inputs)),
-            "NEXT_KIND": _kind(getattr(bounds, "next_values", None)),
+            "INPUT_KINDS": sum(_kind(x) * _tile.KINDS.value**i for i, x in enumerate(layout.groups[0])),
+            "NEXT_KIND": _kind(layout.groups[2][_NEXT_SLOT] if isinstance(bounds, boundaries.Successors) else None),
             "VALUES": shared,
             "N_INPUTS": len(problem.inputs),
             "N_FACTORS": len(problem.factors),
@@ -194,6 +207,7 @@ def interpreting() -> bool:
     return interpreted(_scan.scan_kernel)
 
 
+_NEXT_SLOT = 4  # of `next_values`, likewise
 _VALUES_SLOT = 5  # of `values` among the fields of `Successors`, which is also its place in the kernel's boundary
 _BOUNDARY_KERNELS = {
     boundaries.Resets: (boundaries.fetch_resets, boundaries.resets),

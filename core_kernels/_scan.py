@@ -11,6 +11,7 @@ to compose, and the kernel is a plain loop a thread.
 from __future__ import annotations
 
 from rl_triton._tile import (
+    KINDS,
     PLAIN,
     address,
     at_step,
@@ -187,11 +188,11 @@ def fetch(
             valid = valid + (row_mask & (t + s < T),)
     x = ()
     for i in tl.static_range(N_INPUTS):
-        if (INPUT_KINDS // 3**i) % 3 == PLAIN:
+        if (INPUT_KINDS // KINDS**i) % KINDS == PLAIN:
             x = x + load_steps(inputs[i], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
         else:
             for s in tl.static_range(STEPS):
-                x = x + (load(inputs[i], sizes, rows, t + s, valid[s], DIMS, DTYPE, (INPUT_KINDS // 3**i) % 3),)
+                x = x + (load(inputs[i], sizes, rows, t + s, valid[s], DIMS, DTYPE, (INPUT_KINDS // KINDS**i) % KINDS),)
     f = load_factors(
         factors, sizes, rows, row_mask, start, T, N_FACTORS, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE
     )

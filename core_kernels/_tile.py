@@ -17,8 +17,11 @@ from __future__ import annotations
 
 from rl_triton._triton import constant, jit, tl
 
-# What an operand is: a tensor, one entry of its action axis, or a sum over it.
+# What an operand is: a tensor, one entry of its action axis, or a sum over it; `EXPECTATION` + n - 1 where each n
+# actions are neighbours in memory and begin where they can be read at once.
 PLAIN, TAKEN, EXPECTATION = map(constant, range(3))
+MAX_GROUP = 4
+KINDS = constant(2 + MAX_GROUP)
 
 
 @jit
@@ -69,11 +72,26 @@ def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr,
     else:
         probs = address(operand, sizes, rows, t, DIMS, 3 + DIMS)
         loaded = tl.where(mask, 0.0, 0.0).to(DTYPE)
-        for action in range(operand[6 + 2 * DIMS]):
-            p = tl.load(probs + action * operand[5 + 2 * DIMS], mask=mask, other=0).to(DTYPE)
-            q = tl.load(pointers + action * operand[2 + DIMS], mask=mask, other=0).to(DTYPE)
-            loaded += scaled(p, q)
+        for action in range(0, operand[6 + 2 * DIMS], KIND - EXPECTATION + 1):
+            p = _load_group(probs + action * operand[5 + 2 * DIMS], mask, DTYPE, KIND - EXPECTATION + 1)
+            q = _load_group(pointers + action * operand[2 + DIMS], mask, DTYPE, KIND - EXPECTATION + 1)
+            if KIND == EXPECTATION:
+                loaded += scaled(p, q)
+            else:
+                loaded += tl.sum(scaled(p, q), axis=2)
     return loaded
+
+
+@jit
+def _load_group(pointers, mask, DTYPE: tl.constexpr, GROUP: tl.constexpr):
+    """[.., GROUP] neighbours from each pointer, in one load a thread; without the axis where GROUP is 1."""
+    if GROUP > 1:
+        mask = tl.expand_dims(mask, 2)
+        pointers = tl.expand_dims(pointers, 2) + tl.arange(0, GROUP)[None, None, :]
+        # In bytes. GROUP comes first, since Triton 3.3 knows no `int * constexpr`.
+        aligned = tl.multiple_of(pointers, [1, 1, GROUP * pointers.dtype.element_ty.primitive_bitwidth // 8])
+        pointers = tl.max_contiguous(aligned, [1, 1, GROUP])
+    return tl.load(pointers, mask=mask, other=0).to(DTYPE)
 
 
 @jit

@@ -69,7 +69,7 @@ def draw_vtrace(data, tensors, options, dtype):
 
 
 def draw_retrace(data, tensors, options, dtype):
-    n_actions = data.draw(st.integers(1, 4))
+    n_actions = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     next_values = tensors.pop("next_values", None)
     if data.draw(st.booleans()):
         tensors["expected_next_q"] = like(tensors, data) if next_values is None else next_values
@@ -537,6 +537,27 @@ def test_actions_of_probability_zero_are_not_read(backend):
     x = torch.zeros(1, 2, device=backend.device)
     result = rlt.retrace(x, x, x, next_q_values=q, next_policy_probs=p, gamma=1.0)
     assert result.targets.tolist() == [[2.0 + 2.0, 2.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("n_actions", [1, 2, 3, 4, 6, 8])
+def test_actions_anywhere_in_memory(n_actions, dtype, backend):
+    """Neighbouring actions are read together only where they lie so; an odd place after an even one is no exception."""
+    generator = torch.Generator().manual_seed(n_actions)
+    n, n_steps = 3, 9
+    memory = {name: torch.randn(n * n_steps * n_actions * 2 + 16, generator=generator).to(dtype) for name in "qp"}
+    x = {name: torch.randn(n, n_steps, generator=generator).to(dtype) for name in ("rewards", "q_values")}
+    x["terminated"] = torch.rand(n, n_steps, generator=generator) < 0.1
+    for start, between in ((0, 1), (1, 1), (2, 1), (8, 1), (0, 2), (0, 1)):
+        place = (n, n_steps, n_actions), (n_steps * n_actions * between, n_actions * between, between), start
+        q, p = (memory[name].to(backend.device).as_strided(*place) for name in "qp")
+        for values, probs in ((q, p), (q.transpose(0, 1).contiguous().transpose(0, 1), p)):
+            given = {name: y.to(backend.device) for name, y in x.items()}
+            given |= {"next_q_values": values, "next_policy_probs": probs}
+            result = rlt.retrace(**given, gamma=0.9)
+            expected = reference.retrace(**{name: y.cpu().double() for name, y in given.items()}, gamma=0.9)
+            for actual, want in zip(result, expected, strict=True):
+                assert_close(actual, want, max_error={torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 3e-2))
 
 
 def test_replacing_traces(backend):
