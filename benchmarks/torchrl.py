@@ -1,0 +1,155 @@
+"""TorchRL's value functions, its loops and its vectorised forms, beside the same names under the adapter's patch.
+
+    python -m benchmarks.torchrl            # rows go to benchmarks/results/torchrl.jsonl
+    python -m benchmarks.torchrl --table    # the table of docs/torchrl.md from the stored rows
+
+A call is what a user of TorchRL makes: its arguments, its allocations, its checks. "with gradients" is TD(λ) as Dreamer
+uses it, forward and backward through values and rewards. Nothing is timed whose results do not agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import timing
+from benchmarks.provenance import ROOT, append, provenance, stored
+
+SHAPES = ((64, 512), (4096, 128), (8, 4096), (16384, 32))
+SECONDS = 0.3
+PAGE = ROOT / "docs" / "torchrl.md"
+BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
+FAMILIES = {"loop": "", "vectorised": "vec_"}
+OPS = {
+    "GAE": "{}generalized_advantage_estimate",
+    "TD(λ)": "{}td_lambda_return_estimate",
+    "TD(λ), with gradients": "{}td_lambda_return_estimate",
+    "V-trace": "vtrace_advantage_estimate",
+}
+Call = Callable[[], Any]
+
+
+def window(n: int, n_steps: int, device: str) -> dict[str, torch.Tensor]:
+    """[n, n_steps, 1], one percent of the steps ending an episode, half of these in a terminal state."""
+    generator = torch.Generator().manual_seed(0)
+    names = ("value", "next_value", "reward", "log_pi", "log_mu")
+    tensors = {name: torch.randn(n, n_steps, 1, generator=generator) for name in names}
+    ends = torch.rand(n, n_steps, 1, generator=generator)
+    tensors |= {"done": ends < 0.01, "terminated": ends < 0.005}
+    return {name: x.to(device) for name, x in tensors.items()}
+
+
+def call_of(op: str, function: Callable[..., Any], x: dict[str, torch.Tensor]) -> Call:
+    ends = {"done": x["done"], "terminated": x["terminated"]}
+    if op == "GAE":
+        return lambda: function(0.99, 0.95, x["value"], x["next_value"], x["reward"], **ends)
+    if op == "V-trace":
+        return lambda: function(0.99, x["log_pi"], x["log_mu"], x["value"], x["next_value"], x["reward"], **ends)
+    if op == "TD(λ)":
+        return lambda: function(0.99, 0.95, x["next_value"], x["reward"], **ends)
+    next_value, reward = (x[name].clone().requires_grad_() for name in ("next_value", "reward"))
+
+    def forward_and_backward() -> tuple[torch.Tensor, ...]:
+        returns = function(0.99, 0.95, next_value, reward, **ends)
+        return torch.autograd.grad(returns.sum(), (next_value, reward))
+
+    return forward_and_backward
+
+
+def measure(device: str, shapes: tuple[tuple[int, int], ...], seconds: float) -> Iterator[dict[str, Any]]:
+    from torchrl.objectives.value import functional
+
+    from rl_triton.adapters import status, torchrl
+
+    where = provenance(device) | {name: importlib.metadata.version(name) for name in ("torchrl", "tensordict")}
+    cases = [(shape, op, family) for shape in shapes for op in OPS for family in FAMILIES]
+    cases = [case for case in cases if case[1] != "V-trace" or case[2] == "loop"]
+    for shape, op, family in tqdm(cases, desc="TorchRL", unit="case"):
+        name = OPS[op].format(FAMILIES[family])
+        x = window(*shape, device)
+        stock = call_of(op, getattr(functional, name), x)
+        with torchrl.patched():
+            ours = call_of(op, getattr(functional, name), x)
+            actual = ours()
+            (entry,) = (e for label, e in status().items() if label.endswith(f"value.functional.{name}"))
+            if entry["fallen_back"]:
+                raise RuntimeError(f"{name} was not served: {entry['fallen_back']}")
+            expected = stock()
+            for y, want in zip(_tensors(actual), _tensors(expected), strict=True):
+                torch.testing.assert_close(y, want, rtol=1e-4, atol=2e-3)
+            for who, call in (("rl_triton", ours), ("torchrl", stock)):
+                times = timing.single([call], lambda _: timing.synchronize(device), seconds)
+                peak = _peak_bytes(call, device)
+                yield {
+                    "op": op,
+                    "family": family,
+                    "function": name,
+                    "B": shape[0],
+                    "T": shape[1],
+                    "who": who,
+                    **times.columns("single"),
+                    "peak_bytes": peak,
+                    **where,
+                }
+
+
+def _tensors(x: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x) if isinstance(x, tuple) else (x,)
+
+
+def _peak_bytes(call: Call, device: str) -> int | None:
+    """What a call allocates at most, on top of its inputs."""
+    if torch.device(device).type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def table() -> str:
+    latest = {tuple(row[k] for k in ("B", "T", "op", "family", "who")): row for row in stored("torchrl")}
+    if not latest:
+        return "Not measured yet.\n"
+    lines = ["| B, T | call | family | TorchRL | rl_triton | ratio |", "|---|---|---|---|---|---|"]
+    for (b, t, op, family, who), row in latest.items():
+        if who != "torchrl":
+            continue
+        ours = latest[b, t, op, family, "rl_triton"]["single_us"]
+        ratio = row["single_us"] / ours
+        cells = (f"{b}, {t}", op, family, f"{row['single_us']:,.0f} us", f"{ours:,.0f} us", f"{ratio:,.1f}x")
+        lines.append("| " + " | ".join(cells) + " |")
+    row = next(iter(latest.values()))
+    machine = f"{row['machine']}, torchrl {row['torchrl']}, torch {row['torch']}, Triton {row['triton']}, {row['date']}"
+    lines += ["", f"Median of single calls, synchronised before and after: {machine}, commit {row['commit']}.", ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES], metavar="BxT")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of timing a call (default {SECONDS})")
+    parser.add_argument("--commit", help="of the code, where the checkout has no git history")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/torchrl.jsonl")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/torchrl.md from the stored rows")
+    args = parser.parse_args()
+    if args.table:
+        text = PAGE.read_text()
+        PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table()}{END}", text, flags=re.DOTALL))
+        return 0
+    shapes = tuple(tuple(map(int, shape.split("x"))) for shape in args.shapes)
+    for row in measure(args.device, shapes, args.seconds):  # type: ignore[arg-type]
+        append("torchrl", [row | ({"commit": args.commit} if args.commit else {})], args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
