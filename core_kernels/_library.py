@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 
 from rl_triton import _checks
@@ -178,10 +179,10 @@ class _Operator:
     # ------------------------------------------------------------------------------------------------- the operators
 
     def _arguments(self, flat: tuple[Any, ...]) -> dict[str, Any]:
-        """Those of the public function; without defaults, so that calls by operator and by function share plans."""
+        """Those of the public function, but for the defaults."""
         rest = iter(flat)
-        given = {p.name: (p.join(rest), p.default) for p in self.parameters}
-        return {name: x for name, (x, default) in given.items() if x is not default or default is None and x}
+        given = [(p, p.join(rest)) for p in self.parameters]
+        return {p.name: x for p, x in given if x is not p.default}
 
     def _new(self, *flat: Any) -> list[torch.Tensor]:
         with _Inside():
@@ -246,6 +247,8 @@ class _Operator:
         given = dict(zip(self.names, args))  # noqa: B905 - a surplus is found below
         fits = len(args) <= self.n_positional and all(name in self.names and name not in given for name in kwargs)
         given.update(kwargs)
+        if given.get("next_values") is not None and given.get("last_values", _checks.REQUIRED) is _checks.REQUIRED:
+            given["last_values"] = None
         flat: list[Any] = []
         for p in self.parameters:
             fits = fits and p.split(given.get(p.name, p.default), flat)
@@ -301,6 +304,8 @@ _operators: dict[str, _Operator] = {}
 
 def register(public: Callable[..., Any], structure: type | None = None) -> None:
     """Make the operators of a public function, whose results are a named tuple or one tensor."""
+    if structure is not None and hasattr(_pytree, "_register_namedtuple"):  # by name, in programs that are saved
+        _pytree._register_namedtuple(structure, serialized_type_name=f"rl_triton.{structure.__name__}")
     _operators[public.__name__] = _Operator(public, structure)
 
 
