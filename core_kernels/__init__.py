@@ -3,6 +3,11 @@
 if __name__ != "rl_triton":
     raise ImportError("this folder is installed as rl_triton; run pip install -e . and import rl_triton")
 
+from rl_triton import _versions
+
+_versions.check()  # before what may not be there in another version
+
+# isort: split
 from rl_triton import _library
 from rl_triton._backend import backend
 from rl_triton.estimators.affine import affine_scan

@@ -108,7 +108,7 @@ class _Parameter(NamedTuple):
                 return self.default is None
             if isinstance(x, bool) or not isinstance(x, (float, numbers.Real)):
                 return False
-            flat += (float(x), None)
+            flat += (x if type(x) is float else float(x), None)
             return True
         if kind == _PAIR:
             if x is None:
