@@ -63,7 +63,9 @@ class _Window:
         of_actions = {"policy_probs": self.probs(3), "behavior_probs": self.probs(3), "actions": self.actions(3)}
         gammas = {"gamma": self.x().sigmoid(), "lambda_": torch.tensor(0.9, dtype=self.dtype, device=self.device)}
         traced = {"x": self.x(), "done": self.flags()}
-        turned = {k: v.t() for k, v in (self.values() | {"truncated": self.flags(), "bootstrap_values": self.x()}).items()}
+        turned = {
+            k: v.t() for k, v in (self.values() | {"truncated": self.flags(), "bootstrap_values": self.x()}).items()
+        }
         return {
             "gae": Call(rlt.gae, self.values() | edge, {"gamma": 0.97, "lambda_": 0.9}),
             "gae, truncated": Call(rlt.gae, self.values() | self.cut(), {}),

@@ -286,9 +286,7 @@ class Critic(torch.nn.Module):
 
     def forward(self, obs, rewards, done):
         values = self.value(obs).squeeze(-1)
-        return rlt.gae(
-            rewards, values[:, :-1], done, last_values=values[:, -1], differentiable=self.differentiable
-        )
+        return rlt.gae(rewards, values[:, :-1], done, last_values=values[:, -1], differentiable=self.differentiable)
 
 
 def rollout(n_rows, n_steps):
