@@ -3,9 +3,7 @@
 if __name__ != "rl_triton":
     raise ImportError("this folder is installed as rl_triton; run pip install -e . and import rl_triton")
 
-from rl_triton import _versions
-
-_versions.check()  # before what may not be there in another version
+from rl_triton import _versions  # noqa: F401 - looks at them, before what another version may not have
 
 # isort: split
 from rl_triton import _library

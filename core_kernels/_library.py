@@ -96,7 +96,7 @@ class _Parameter(NamedTuple):
     def split(self, x: Any, flat: list[Any]) -> bool:
         """Append what the operator is called with; False where x is none of what the argument takes."""
         kind = self.kind
-        if kind == _TENSOR or kind == _OPTIONAL:
+        if kind in (_TENSOR, _OPTIONAL):
             flat.append(x)
             return isinstance(x, torch.Tensor) or (kind == _OPTIONAL and x is None)
         if kind == _FACTOR:

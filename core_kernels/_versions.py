@@ -1,4 +1,4 @@
-"""The versions of PyTorch and Triton that this package is written for, looked at once, when it is imported."""
+"""The versions of PyTorch and Triton that this package is written for, looked at when it is imported."""
 
 from __future__ import annotations
 
@@ -37,3 +37,6 @@ def check() -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+check()

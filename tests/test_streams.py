@@ -41,7 +41,7 @@ def test_calls_run_on_the_current_stream(name, differentiable):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_calls_do_not_wait(name):
-    """Neither a call nor its gradient waits for the device: the kernel that sleeps in front is still asleep after it."""
+    """Neither a call nor its gradient waits for the device: the kernel that sleeps in front still does after it."""
     call = calls(64, 32, "cuda")[name]
     leaves = {k: x.clone().requires_grad_() for k, x in call.tensors.items() if x.is_floating_point()}
     call(), flat(call(**leaves, differentiable=True))[0].sum().backward()
