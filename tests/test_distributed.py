@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import rl_triton as rlt
 
@@ -50,13 +52,11 @@ def window(seed, device, n_rows=6, n_steps=9):
     return [x.to(device) for x in (obs, actions, rewards, done > 1)]
 
 
-def sharded(module):
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(module)
+def sharded(module, device):
+    return fully_shard(module, mesh=init_device_mesh(device.type, (2,)))
 
 
-def distributed_data_parallel(module):
+def distributed_data_parallel(module, device):
     return torch.nn.parallel.DistributedDataParallel(module)
 
 
@@ -74,7 +74,7 @@ def train(rank, store, kind):
         for through in (False, True):
             torch.manual_seed(0)
             plain = ActorCritic(through).to(device)
-            modules = {name: wrap(copy.deepcopy(plain)) for name, wrap in WRAPPERS.items()}
+            modules = {name: wrap(copy.deepcopy(plain), device) for name, wrap in WRAPPERS.items()}
             sum(plain(*window(seed, device)) for seed in range(2)).div(2).backward()
             expected = [p.grad for p in plain.parameters()]
             for name, module in modules.items():

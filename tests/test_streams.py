@@ -44,14 +44,17 @@ def test_calls_do_not_wait(name):
     """Neither a call nor its gradient waits for the device: the kernel that sleeps in front still does after it."""
     call = calls(64, 32, "cuda")[name]
     leaves = {k: x.clone().requires_grad_() for k, x in call.tensors.items() if x.is_floating_point()}
-    call(), flat(call(**leaves, differentiable=True))[0].sum().backward()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        done = torch.cuda.Event()
-        torch.cuda._sleep(2_000_000_000)
+
+    def both():
         call()
-        result = flat(call(**leaves, differentiable=True))[0]
-        result.sum().backward()
+        flat(call(**leaves, differentiable=True))[0].sum().backward()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        both()  # compiles, and leaves memory to this stream
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()
+        torch.cuda._sleep(1_000_000_000)
+        both()
         done.record()
         assert not done.query()
     torch.cuda.synchronize()

@@ -195,6 +195,11 @@ def test_options_that_change():
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for gamma in (0.9, 0.95, 1, torch.full((3, 7), 0.9)):
         assert equal(compiled(call.tensors, gamma, 0.8), function(call.tensors, gamma, 0.8))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for gamma in (0.9, 0.95, 1.0):  # as a tensor it is no constant of the graph
+        compiled(call.tensors, torch.tensor(gamma), 0.8)
+    assert counter.frame_count == 1
     compiled = torch.compile(lambda x, n: rlt.n_step_returns(**x, n=n), fullgraph=True, backend="aot_eager")
     call = calls()["n_step_returns"]
     for n in (1, 3, 9):

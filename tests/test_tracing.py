@@ -173,6 +173,30 @@ def test_gradients_under_a_mode():
     assert leaves["rewards"].grad.shape == (3, 7)
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_have_no_loop_and_keep_little(name):
+    """As many operators for 64 steps as for 8, and for the backward pass a memory that grows as the inputs do."""
+    counts, kept, given = [], [], []
+    for n_steps in (8, 64):
+        call = calls(3, n_steps)[name]
+        leaves = {k: x.requires_grad_() if x.is_floating_point() else x for k, x in call.tensors.items()}
+        storages = {}
+
+        def keep(x, storages=storages):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with CountedOperators() as mode, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = sum(x.square().sum() for x in of(call, differentiable=True)(leaves))
+            loss.backward()
+        counts.append(len(mode.seen))
+        kept.append(sum(storages.values()))
+        given.append(sum(x.nbytes for x in leaves.values()))
+    assert counts[0] == counts[1]
+    assert kept[1] / kept[0] < 1.1 * given[1] / given[0]
+    assert kept[1] < 20 * given[1]
+
+
 def test_a_default_device_is_no_reason_to_dispatch(monkeypatch):
     call = calls()["gae"]
     expected = call()
