@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+import torch
+
 from rl_triton._algorithm import Problem
 from rl_triton._triton import triton
 
@@ -44,27 +46,40 @@ def chosen() -> str:
     return _chosen.get()
 
 
-def run(problem: Problem) -> None:
-    """Fill the problem's outputs on the backend that serves its device."""
-    name = problem.algorithm.name
-    device = problem.outputs[0].device
+def runs_kernels(op: str, device: torch.device) -> bool:
+    """Whether tensors on a device are served by the Triton kernels, and not by the CPU backend. ValueError where the
+    backend that is forced cannot serve them, or the one that could is not installed."""
     forced = _chosen.get()
     if device.type == "cuda":
         if forced == "cpu":
             raise ValueError(
-                f"{name}: the backend is forced to 'cpu', but the tensors are on {device}; move them with .cpu(), or "
+                f"{op}: the backend is forced to 'cpu', but the tensors are on {device}; move them with .cpu(), or "
                 "leave the block of rl_triton.backend('cpu')"
             )
         if triton is None:
-            raise ValueError(f"{name}: the tensors are on {device}, and CUDA tensors need triton: pip install triton")
-    if device.type == "cuda" or forced == "triton":
+            raise ValueError(f"{op}: the tensors are on {device}, and CUDA tensors need triton: pip install triton")
+        return True
+    if forced != "triton":
+        return False
+    if triton is None or not _interpreting():
+        raise ValueError(
+            f"{op}: the backend is forced to 'triton', but the tensors are on the CPU; move them to a GPU, or set "
+            "TRITON_INTERPRET=1 before triton is imported to run kernels in its interpreter"
+        )
+    return True
+
+
+def _interpreting() -> bool:
+    from rl_triton._launch import interpreting
+
+    return interpreting()
+
+
+def run(problem: Problem) -> None:
+    """Fill the problem's outputs on the backend that serves its device."""
+    if runs_kernels(problem.algorithm.name, problem.outputs[0].device):
         from rl_triton import _launch
 
-        if device.type == "cpu" and (triton is None or not _launch.interpreting()):
-            raise ValueError(
-                f"{name}: the backend is forced to 'triton', but the tensors are on the CPU; move them to a GPU, or "
-                "set TRITON_INTERPRET=1 before triton is imported to run kernels in its interpreter"
-            )
         _launch.run(problem)
     else:
         from rl_triton import _cpu

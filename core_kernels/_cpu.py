@@ -20,6 +20,7 @@ from rl_triton._algorithm import Expectation, Problem, Taken
 from rl_triton._cpu_forms import (
     AS_NUMPY,
     EDGE,
+    Place,
     address,
     addressed,
     beyond_of,
@@ -94,19 +95,33 @@ def _walk(
 
 
 def _scan(
-    algorithm, reverse, closed, shift, inputs, factors, boundary, initial, outputs, final, zero, one, sizes, block
+    algorithm,
+    reverse,
+    closed,
+    shift,
+    inputs,
+    factors,
+    boundary,
+    initial,
+    outputs,
+    final,
+    zero,
+    one,
+    sizes,
+    block,
+    places,
 ):
     _walk(
         algorithm,
         reverse,
         closed,
         shift,
-        addressed(inputs),
-        addressed(factors),
-        addressed(boundary),
-        addressed(initial),
-        addressed(outputs),
-        addressed(final),
+        addressed(inputs, places),
+        addressed(factors, places),
+        addressed(boundary, places),
+        addressed(initial, places),
+        addressed(outputs, places),
+        addressed(final, places),
         zero,
         one,
         sizes,
@@ -150,14 +165,14 @@ def _look_ahead(shift, n, inputs, factors, boundary, outputs, zero, one, sizes):
                 outputs[0][0][index(outputs[0], o, i, t)] = total
 
 
-def _window(shift, n, inputs, factors, boundary, outputs, zero, one, sizes):
+def _window(shift, n, inputs, factors, boundary, outputs, zero, one, sizes, places):
     _look_ahead(
         shift,
         n,
-        addressed(inputs),
-        addressed(factors),
-        addressed(boundary),
-        addressed(outputs),
+        addressed(inputs, places),
+        addressed(factors, places),
+        addressed(boundary, places),
+        addressed(outputs, places),
         zero,
         one,
         sizes,
@@ -174,15 +189,34 @@ except RuntimeError:  # numba found no directory to store the loops in: compile 
 _ROW_BLOCK = 2048
 
 
-def _elements(x: torch.Tensor) -> np.ndarray:
-    """The memory under a tensor as a flat array, without a copy."""
-    if x.requires_grad:
-        x = x.detach()
-    if not x.is_contiguous():
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        x = x.as_strided((extent,), (1,))
-    flat = x.numpy().reshape(-1)
-    return flat.view(np.uint8) if x.dtype is torch.bool else flat
+# What the loops read elements as, by dtype.
+_KINDS: dict[torch.dtype, Any] = {
+    torch.bool: np.uint8(0),
+    torch.uint8: np.uint8(0),
+    torch.int8: np.int8(0),
+    torch.int16: np.int16(0),
+    torch.int32: np.int32(0),
+    torch.int64: np.int64(0),
+    torch.float32: np.float32(0),
+    torch.float64: np.float64(0),
+}
+
+
+class _Table:
+    """The addresses that a loop reads and writes at, and what they are addresses in."""
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+        self.memory: list[Any] = []  # alive as long as the table
+
+    def place(self, memory: torch.Tensor | np.ndarray) -> Place:
+        if isinstance(memory, torch.Tensor):
+            address, kind = memory.data_ptr(), _KINDS[memory.dtype]
+        else:
+            address, kind = memory.ctypes.data, memory.dtype.type(0)
+        self.addresses.append(address)
+        self.memory.append(memory)
+        return Place(len(self.addresses) - 1, kind)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -200,9 +234,8 @@ def _origins(n_outer: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1024)
-def _constant(x: float, dtype: Any, n_outer: int) -> tuple:
-    """An operand that reads x everywhere."""
-    return np.array([x], dtype), _origins(n_outer), 0, 0
+def _one(x: float, dtype: Any) -> np.ndarray:
+    return np.array([x], dtype)
 
 
 def _widened(source: Any) -> Any:
@@ -241,46 +274,37 @@ def _completed(boundary: Any, zero: Any, never: Any, always: Any) -> Any:
 
 
 class PlannedLoop:
-    """A compiled loop with all its arguments but the arrays in place."""
+    """A compiled loop with all its arguments but the addresses in place."""
 
-    def __init__(self, loop: Any, before: Any, operands: Any, after: Any, algorithm: Any, places: _plan.Places) -> None:
-        self.loop, self.before, self.after = loop, before, after
-        self.algorithm = algorithm  # its tag lives as long as it does
-        # A given result is among both.
-        self.made = [i for i, x in enumerate(places.made) if all(x is not y for y in places.tensors)]
-        tensors = (*places.tensors, *(places.made[i] for i in self.made))
+    def __init__(self, loop: Any, arguments: tuple[Any, ...], table: _Table, tag: Any, places: _plan.Places) -> None:
+        self.arguments = arguments
+        self.kept = loop, tag, [x for x in table.memory if isinstance(x, np.ndarray)]
+        # Past numba's dispatcher, which looks at the type of every argument of every call.
+        signature = tuple(map(loop.typeof_pyval, (*arguments, np.array(table.addresses, np.int64))))
+        self.loop = loop.overloads[signature].entry_point
+        tensors = *places.tensors, *places.made
         if any(x.dtype in (torch.float16, torch.bfloat16) for x in tensors):
             raise _plan.NoPlanError("16-bit tensors are widened by a copy")
-        flat = [_elements(x) for x in tensors]
-        self.groups = [(self._maker(group), [self._found(x, flat) for x in group]) for group in operands]
+        spans = [(x.data_ptr(), _plan.span(x)) for x in tensors]
+        self.slots = [self._found(x, spans, len(places.tensors)) for x in table.memory]
+        """(position among the call's addresses, bytes from there)"""
 
     @staticmethod
-    def _maker(group: Any) -> Any:
-        return type(group)._make if hasattr(group, "_make") else tuple
-
-    @staticmethod
-    def _found(operand: Any, flat: list[np.ndarray]) -> tuple[int, int, Any]:
-        """(number of the tensor that an operand reads, offset in it, the rest of the operand); number -1: no tensor."""
-        if not isinstance(operand, tuple):  # a number, or nothing
-            return -1, 0, operand
-        elements = operand[0]
-        if not isinstance(elements, np.ndarray) or len(operand) > 4:
-            raise _plan.NoPlanError("an operand that is read with another")
-        start = elements.ctypes.data
-        around = [i for i, x in enumerate(flat) if x.ctypes.data <= start < x.ctypes.data + x.nbytes]
-        if len(around) > 1:
+    def _found(memory: Any, spans: list[tuple[int, int]], n_arguments: int) -> tuple[int, int]:
+        if isinstance(memory, np.ndarray):
+            return len(spans), memory.ctypes.data  # behind the addresses stands a zero
+        start = memory.data_ptr()
+        around = [i for i, (first, n_bytes) in enumerate(spans) if first <= start < first + n_bytes]
+        given = [i for i in around if i < n_arguments]  # a given result is among both
+        if len(given) > 1 or not around:
             raise _plan.NoPlanError("arguments that overlap, so which is read where cannot be told")
-        if not around:
-            return -1, 0, operand  # a constant
-        return around[0], (start - flat[around[0]].ctypes.data) // elements.itemsize, operand[1:]
+        found = (given or around)[0]
+        return found, start - spans[found][0]
 
-    def __call__(self, tensors: list[torch.Tensor], addresses: list[int], made: list[torch.Tensor]) -> bool:
-        flat = [_elements(x) for x in (*tensors, *(made[i] for i in self.made))]
-        operands = [
-            make([(flat[i][at:] if at else flat[i], *rest) if i >= 0 else rest for i, at, rest in group])
-            for make, group in self.groups
-        ]
-        self.loop(*self.before, *operands, *self.after)
+    def __call__(self, addresses: list[int], made: list[torch.Tensor]) -> bool:
+        places = *addresses, *[x.data_ptr() for x in made], 0
+        table = np.array([places[i] + at for i, at in self.slots], np.int64)
+        self.loop(*self.arguments, table)
         return True
 
 
@@ -296,46 +320,50 @@ def run(problem: Problem) -> None:
     n_inner = layout.sizes[0]
     n_outer = layout.n_rows // n_inner
 
+    table = _Table()
+
     def argument(source: Any) -> Any:
         if source is None:
             return None
         if isinstance(source, Operand):
             starts = _row_starts(layout.sizes, source.row_strides)
-            return _elements(source.tensor), starts, source.row_strides[0], source.time_stride
+            return table.place(source.tensor), starts, source.row_strides[0], source.time_stride
         first, second = map(argument, source)
         if isinstance(source, Taken):
             return (*first, source.table.action_stride, second)
         n_actions = source.values.tensor.shape[-1]
         return (*first, source.values.action_stride, (*second, source.probs.action_stride), n_actions)
 
+    def everywhere(memory: np.ndarray) -> tuple:
+        """The operand that is one number."""
+        return table.place(memory), _origins(n_outer), 0, 0
+
     inputs, factors, flags, initial, outputs, final = (tuple(map(argument, group)) for group in layout.groups)
     factors = tuple(
         number(f) if isinstance(f, float) else operand for operand, f in zip(factors, problem.factors, strict=True)
     )
-    zero = _constant(0.0, number, n_outer)
-    scratch = np.empty(1, number), _origins(n_outer), 0, 0
-    never, always = _constant(0, np.uint8, n_outer), _constant(1, np.uint8, n_outer)
-    boundary = _completed(type(boundary)(*flags), zero, never, always)
+    zero = everywhere(_one(0.0, number))
+    boundary = _completed(type(boundary)(*flags), zero, everywhere(_one(0, np.uint8)), everywhere(_one(1, np.uint8)))
     shift = int(problem.boundary.start)
     sizes = (n_outer, n_inner, layout.n_steps)
     loop: Any
-    before: tuple[Any, ...]
-    operands: tuple[Any, ...]
-    after: tuple[Any, ...] = (number(0), number(1), sizes)
+    arguments: tuple[Any, ...]
     if problem.window is not None:
-        loop, before = _window, (shift, problem.window)
-        operands = (inputs, factors, boundary, outputs)
+        loop, tag = _window, None
+        arguments = (shift, problem.window, inputs, factors, boundary, outputs, number(0), number(1), sizes)
     else:
+        loop, tag = _scan, tag_of(algorithm)
         row_stride, time_stride = layout.groups[4][0].row_strides[0], layout.groups[4][0].time_stride
-        loop = _scan
-        before = (tag_of(algorithm), algorithm.reverse, problem.initial[0] is None, shift)
-        initial, final = tuple(x or zero for x in initial), tuple(x or scratch for x in final)
+        block = min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1
+        unused = everywhere(np.empty(1, number))  # what nobody asked for is written over one number
+        initial, final = tuple(x or zero for x in initial), tuple(x or unused for x in final)
+        start = (tag, algorithm.reverse, problem.initial[0] is None, shift)
         operands = (inputs, factors, boundary, initial, outputs, final)
-        after += (min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1,)
-    loop(*before, *operands, *after)
+        arguments = (*start, *operands, number(0), number(1), sizes, block)
+    loop(*arguments, np.array(table.addresses, np.int64))
     if narrow:
         for y, wide in zip(problem.outputs, written, strict=True):
             y.copy_(wide)
     else:
-        prepare = functools.partial(PlannedLoop, loop, before, operands, after, problem.algorithm)
+        prepare = functools.partial(PlannedLoop, loop, arguments, table, tag)
         _plan.record(_plan.Launch(problem.outputs, (), (prepare,)))

@@ -4,9 +4,10 @@ Each helper is a function that numba picks an implementation for by the types of
 nothing, a tuple of operands is unrolled, and an `Algorithm` or a boundary brings its own code. The type of an algorithm
 carries a digest of the source, so a loop stored on disk is never older than the code.
 
-An operand is a number, or (elements, row starts, row stride, time stride): element (o, i, t) of it, outer row o,
-inner row i, lies at starts[o] + i * row_stride + t * time_stride. One with an action axis goes on with the stride of
-that axis and the operand that it is read with.
+An operand is a number, or (place, row starts, row stride, time stride): element (o, i, t) of it, outer row o, inner row
+i, lies at starts[o] + i * row_stride + t * time_stride from its place. One with an action axis goes on with the stride
+of that axis and the operand that it is read with. Places are numbers in a table of addresses, the one argument that
+changes from call to call.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import hashlib
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, types
@@ -171,6 +172,15 @@ def _compile_one(x):
 # ------------------------------------------------------------------------------------------------------ operands
 
 
+class Place(NamedTuple):
+    """Where an operand begins."""
+
+    number: int
+    """in the table of addresses"""
+    kind: Any
+    """a number of the elements' type"""
+
+
 def load(operand, o, i, t, zero):
     raise NotImplementedError("compiled only")
 
@@ -215,32 +225,47 @@ def read(typing_context, pointer, at):
     return pointer.dtype(pointer, types.intp), codegen
 
 
-def addressed(operand):
-    """Operands, in tuples of any depth, with addresses in place of arrays."""
+@intrinsic
+def _pointer(typing_context, location, kind):
+    """An address as a pointer to elements of a number's type."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(kind)(types.intp, kind), codegen
+
+
+def addressed(operand, addresses):
+    """Operands, in tuples of any depth, with pointers in place of places and arrays."""
     raise NotImplementedError("compiled only")
 
 
 @overload(addressed)
-def _compile_addressed(operand):
+def _compile_addressed(operand, addresses):
     if isinstance(operand, types.Array):
-        return lambda operand: address(operand)
+        return lambda operand, addresses: address(operand)
     if isinstance(operand, types.BaseNamedTuple):
+        if operand.instance_class is Place:
+            return lambda operand, addresses: _pointer(addresses[operand.number], operand.kind)
         make = operand.instance_class
-        return lambda operand: make(*_addressed_each(operand))
+        return lambda operand, addresses: make(*_addressed_each(operand, addresses))
     if isinstance(operand, types.BaseTuple):
-        return lambda operand: _addressed_each(operand)
-    return lambda operand: operand
+        return lambda operand, addresses: _addressed_each(operand, addresses)
+    return lambda operand, addresses: operand
 
 
-def _addressed_each(operands):
+def _addressed_each(operands, addresses):
     raise NotImplementedError("compiled only")
 
 
 @overload(_addressed_each)
-def _compile_addressed_each(operands):
+def _compile_addressed_each(operands, addresses):
     if len(operands) == 0:
-        return lambda operands: ()
-    return lambda operands: (addressed(operands[0]), *_addressed_each(operands[1:]))
+        return lambda operands, addresses: ()
+    return lambda operands, addresses: (
+        addressed(operands[0], addresses),
+        *_addressed_each(operands[1:], addresses),
+    )
 
 
 @njit(inline="always", **AS_NUMPY)

@@ -18,14 +18,26 @@ from rl_triton._plan import NoPlanError, Places
 _PACKERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of the CUDA driver API."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_uint64),
+        ("attributes", ctypes.c_void_p),
+        ("n_attributes", ctypes.c_uint),
+    )
+
+
 @functools.cache
 def _driver() -> Any:
-    """cuLaunchKernel of the CUDA driver that PyTorch uses. The call is short, so the interpreter lock stays held."""
+    """cuLaunchKernelEx of the CUDA driver that PyTorch uses. The call is short, so the interpreter lock stays held."""
     try:
-        launch = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
-    except OSError as error:
-        raise NoPlanError("the driver has another name here") from error
-    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+        launch = ctypes.PyDLL("libcuda.so.1").cuLaunchKernelEx
+    except (OSError, AttributeError) as error:
+        raise NoPlanError("the driver has another name here, or is older than 11.8") from error
     launch.restype = ctypes.c_int
     return launch
 
@@ -70,30 +82,33 @@ class DirectKernel:
                 raise NoPlanError(f"a parameter of type {kind}")
         self.constants = (*constants, 0, 0)  # behind the parameters, the scratch pointers of newer versions: null here
         self.kernel = kernel  # its module stays loaded as long as the plan lives
-        self.blocks, self.threads, self.shared = blocks, 32 * metadata.num_warps, metadata.shared
+        self.config = ((blocks, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared)
         self.device = device.index
         self.launch = _driver()
         self.local = threading.local()
 
-    def __call__(self, tensors: list[torch.Tensor], addresses: list[int], made: list[torch.Tensor]) -> bool:
+    def __call__(self, addresses: list[int], made: list[torch.Tensor]) -> bool:
         if torch._C._cuda_getDevice() != self.device:
             return False
         try:
-            block, entries = self.local.parameters
+            parameters, config, call = self.local.prepared
         except AttributeError:
-            block, entries = self._parameters()
+            parameters, config, call = self._prepare()
         for slot, i in self.read:
-            block[slot] = addresses[i]
+            parameters[slot] = addresses[i]
         for slot, i in self.written:
-            block[slot] = made[i].data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
+            parameters[slot] = made[i].data_ptr()
+        config.stream = torch._C._cuda_getCurrentRawStream(self.device)
         # What fails here, as in a thread without a context, the ordinary path mends, or tells what is wrong.
-        return not self.launch(self.function, self.blocks, 1, 1, self.threads, 1, 1, self.shared, stream, entries, None)
+        return not self.launch(*call)
 
-    def _parameters(self) -> tuple[Any, Any]:
-        """This thread's block of parameters, and the addresses of its entries."""
+    def _prepare(self) -> tuple[Any, Any, Any]:
+        """This thread's parameters and configuration, and the arguments of the driver's function, which point there."""
         block = (ctypes.c_uint64 * len(self.constants))(*self.constants)
         start = ctypes.addressof(block)
         entries = (ctypes.c_void_p * len(block))(*(start + 8 * i for i in range(len(block))))
-        self.local.parameters = block, entries
-        return block, entries
+        config = _LaunchConfig(*self.config)
+        # As ctypes passes them on: given numbers and arrays, it would convert them in each call.
+        call = ctypes.byref(config), ctypes.c_void_p.from_param(self.function), ctypes.byref(entries), None
+        self.local.prepared = memoryview(block).cast("B").cast("Q"), config, call
+        return self.local.prepared

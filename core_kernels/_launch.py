@@ -19,7 +19,7 @@ _OVERHANG = 1 << 16  # more than a tile is long or wide
 
 
 @functools.lru_cache(maxsize=4096)
-def _float_parts(x: float) -> tuple[float, float, float]:
+def float_parts(x: float) -> tuple[float, float, float]:
     """x as a sum of three float32: the kernel's Python floats are float32, and float64 arithmetic needs all of x."""
 
     def nearest(y: float) -> float:
@@ -98,7 +98,7 @@ def run(problem: Problem) -> None:
     *groups, (valid,) = (tuple(map(_argument, group)) for group in layout.groups)
     inputs, factors, boundary, initial, outputs, final = groups
     factors = tuple(
-        (operand, _float_parts(f) if isinstance(f, float) else None)
+        (operand, float_parts(f) if isinstance(f, float) else None)
         for operand, f in zip(factors, problem.factors, strict=True)
     )
     first = layout.groups[4][0]
@@ -174,7 +174,7 @@ def run(problem: Problem) -> None:
             "COMPOSING": False,
         }
     prepared = []
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with on(device):
         for phase in phases:
             given = arguments | phase
             # Contraction would make the bits depend on the launch configuration and on the Triton version.
@@ -182,6 +182,11 @@ def run(problem: Problem) -> None:
             prepared.append(functools.partial(DirectKernel, launched, given, blocks, device))
     if not interpreted(kernel):
         _plan.record(_plan.Launch(problem.outputs, scratch, tuple(prepared)))
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Where Triton's launcher must find the tensors' device to be the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def interpreting() -> bool:

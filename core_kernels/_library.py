@@ -9,7 +9,8 @@ the two apart; `call` turns the arguments of a public function into those of its
     rl_triton::gae_out(..., Tensor(a0!) out_0, Tensor(a1!) out_1) -> ()
     rl_triton::gae_differentiable(..., str code) -> Tensor[]
 
-The first two carry no graph, whatever their inputs, and are opaque: their kernel is the public function itself. Under
+(`normalize_advantages` is no scan: where something looks on, it is written with PyTorch's own operators.) The first two
+carry no graph, whatever their inputs, and are opaque: their kernel is the public function itself. Under
 functorch's vmap the batch axis becomes the first axis of the rows. The third is no kernel but the expression of
 `_differentiable.py`, which autograd and compilers look into; what they find there are elementwise operators around
 `rl_triton::affine_scan`.
@@ -70,6 +71,11 @@ def watched() -> bool:
         or _transform() is not None
         or _trace() is not None
     )
+
+
+def traced(x: torch.Tensor) -> bool:
+    """Whether a function has to do with operators what it would do to the memory of x."""
+    return watched() or isinstance(x, _checks.STAND_INS)
 
 
 def _only_default_device() -> bool:
@@ -311,13 +317,13 @@ def register(public: Callable[..., Any], structure: type | None = None) -> None:
 
 def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A watched call of a public function."""
-    if not _compiling() and _state.inside:
+    operator = _operators.get(function.__name__)  # none, where a function is written with others
+    if operator is None or (not _compiling() and _state.inside):
         return function(*args, **kwargs)
-    return _operators[function.__name__](args, kwargs)
+    return operator(args, kwargs)
 
 
 def ordinary(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call that no plan can serve. Stand-ins for tensors outlive the mode that made them, and have no memory."""
-    if any(isinstance(x, _checks.STAND_INS) for x in (*args, *kwargs.values())):
-        return _operators[function.__name__](args, kwargs)
-    return function(*args, **kwargs)
+    """A call that no plan serves. Stand-ins for tensors outlive the mode that made them, and have no memory."""
+    stands_in = any(isinstance(x, _checks.STAND_INS) for x in (*args, *kwargs.values()))
+    return call(function, args, kwargs) if stands_in else function(*args, **kwargs)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +26,7 @@ from rl_triton import _backend, _checks, _config, _library
 
 _SCALARS = frozenset({float, int, bool, str, type(None)})
 _MAX_PLANS = 1024  # an operation; then it begins anew
+_MAX_RECENT = 4  # calls known again by comparing, a form
 _NEW: Any = object()
 # Arguments of which a call with any but the default has more to do than one kernel or loop.
 _DECLINED = ("return_carry", "return_final", "differentiable")
@@ -33,8 +35,17 @@ _DECLINED = ("return_carry", "return_final", "differentiable")
 ENABLED = os.environ.get("RL_TRITON_PLANS") != "0"
 
 
+# Not public: code that torch.compile generates uses it. Without it, calls are looked up and tensors made otherwise.
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+
+
 class NoPlanError(Exception):
     """This call cannot be done by a plan."""
+
+
+# Why there is no plan, or none to know again: beside what is known to be in the way, another version of Triton, PyTorch
+# or numba, whose inner parts have another form.
+_NO_PLAN = (NoPlanError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 class Places(NamedTuple):
@@ -54,8 +65,8 @@ class Places(NamedTuple):
         raise NoPlanError("an address that is none of the arguments'")
 
 
-Start = Callable[[list[torch.Tensor], list[int], list[torch.Tensor]], bool]
-"""Start on the call's tensors, their addresses and what it made; False where the ordinary path has to."""
+Start = Callable[[list[int], list[torch.Tensor]], bool]
+"""Start on the addresses of the call's tensors and on what it made; False where the ordinary path has to."""
 
 
 class Launch(NamedTuple):
@@ -83,32 +94,31 @@ class Plan:
     def __init__(self, launch: Launch, tensors: list[torch.Tensor], given: bool, result: Any) -> None:
         """given: the results are among the tensors, as `out`."""
         arguments = {x.data_ptr(): i for i, x in enumerate(tensors)}
-        self.new = [_allocator(x, tensors) for x in (*(() if given else launch.outputs), *launch.scratch)]
+        self.new = [_allocator(x) for x in (*(() if given else launch.outputs), *launch.scratch)]
         self.given = [arguments[x.data_ptr()] for x in launch.outputs] if given else []
-        self.spans = [_span(x) for x in tensors]
+        self.spans = [span(x) for x in tensors]
         self.structure = None if isinstance(result, torch.Tensor) else type(result)
         self.n_results = len(launch.outputs)
         places = Places(tensors, [*launch.outputs, *launch.scratch])
         self.starts = [prepare(places) for prepare in launch.prepare]
 
-    def __call__(self, tensors: list[torch.Tensor], addresses: list[int]) -> Any:
+    def __call__(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Any:
         """The results, or None where this call has to take the ordinary path."""
-        if self.given and self._may_overlap(addresses):
-            return None
         made = [tensors[i] for i in self.given]
-        for x in made:
-            if x.requires_grad:
-                return None  # an error, which the ordinary path words
-            torch.autograd.graph.increment_version(x)
+        if made:
+            if self._may_overlap(addresses) or any(x.requires_grad for x in made):
+                return None  # the ordinary path looks closer, or words the error
+            torch.autograd.graph.increment_version(made)
         for allocate in self.new:
-            made.append(allocate(tensors))
+            made.append(allocate())
         for start in self.starts:
-            if not start(tensors, addresses, made):
+            if not start(addresses, made):
                 return None
-        return made[0] if self.structure is None else self.structure(*made[: self.n_results])
+        # A named tuple takes long to make by its own name.
+        return made[0] if self.structure is None else tuple.__new__(self.structure, made[: self.n_results])
 
     def _may_overlap(self, addresses: list[int]) -> bool:
-        """Whether a given result lies where another argument does: then the ordinary path looks closer."""
+        """Whether a given result lies where another argument does."""
         for i in self.given:
             start, end = addresses[i], addresses[i] + self.spans[i]
             for j, address in enumerate(addresses):
@@ -117,16 +127,16 @@ class Plan:
         return False
 
 
-def _allocator(result: torch.Tensor, tensors: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """How to make a tensor like a result: like an argument if there is one of its kind, which is cheapest."""
-    for i, x in enumerate(tensors):
-        if x.dtype == result.dtype and x.shape == result.shape and x.stride() == result.stride():
-            return lambda tensors: torch.empty_like(tensors[i])
-    shape, dtype, device = result.shape, result.dtype, result.device
-    return lambda _: torch.empty(shape, dtype=dtype, device=device)
+def _allocator(like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """How to make a tensor like this one, on the current device: as the code that torch.compile generates does, where
+    this version of PyTorch has it, which skips the dispatcher."""
+    make = getattr(_guards, f"_empty_strided_{like.device.type}", None)
+    if make is not None:
+        return functools.partial(make, tuple(like.shape), like.stride(), like.dtype)
+    return functools.partial(torch.empty, tuple(like.shape), dtype=like.dtype, device=like.device)
 
 
-def _span(x: torch.Tensor) -> int:
+def span(x: torch.Tensor) -> int:
     """Bytes from the first element of x to the end of its last."""
     return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
@@ -149,12 +159,100 @@ def _describe(given: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor
             raise NoPlanError("an argument of another type")
 
 
+def _state() -> tuple[Any, ...]:
+    """What a call depends on beside its arguments."""
+    return _backend.chosen(), _config.forced(), torch.get_default_dtype()
+
+
+def _getter(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """The entries of a tuple at these places, as a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return (lambda given: (given[places[0]],)) if places else lambda given: ()
+
+
+class Recall:
+    """A call that a plan served, to know the next one like it by comparing.
+
+    The tensors are compared by the guards that torch.compile tells calls apart with: class, dispatch keys (as the modes
+    in force change them), dtype, device, shape and strides of each, all in one call of C++.
+    """
+
+    def __init__(self, given: tuple[Any, ...], tensors: list[torch.Tensor], plan: Plan) -> None:
+        self.plan = plan
+        self.tuples = [i for i, x in enumerate(given) if type(x) is tuple]
+        places: list[int] = []  # of the arguments, in the order that `_describe` sees them
+        end = len(given)
+        for i, x in enumerate(given):
+            n = len(x) if type(x) is tuple else 0
+            places += range(end, end + n) if type(x) is tuple else (i,)
+            end += n
+        for i in self.tuples:
+            given += given[i]
+        self.types = tuple(map(type, given))
+        if self.types.count(tuple) > len(self.tuples):
+            raise NoPlanError("a tuple in a tuple")
+        self.options = _getter([i for i in places if self.types[i] in _SCALARS])
+        self.optioned = self.options(given)
+        self.tensors = _getter([i for i in places if self.types[i] not in _SCALARS])
+        self.state = _state()
+        sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+        guards = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self.alike = guards.check
+        if not self.alike(*self.tensors(given)):
+            raise NoPlanError("tensors that PyTorch's guards do not know again")
+
+    def __call__(self, given: tuple[Any, ...]) -> Any:
+        """The results of a call like this one, None for another."""
+        for i in self.tuples:
+            entries = given[i]
+            if type(entries) is not tuple:
+                return None
+            given += entries
+        if tuple(map(type, given)) != self.types or self.options(given) != self.optioned or _state() != self.state:
+            return None
+        tensors = self.tensors(given)
+        if not self.alike(*tensors):
+            return None
+        addresses = [x.data_ptr() for x in tensors]
+        if functools.reduce(operator.or_, addresses) & 15:  # only calls with aligned tensors are recalled
+            return None
+        return self.plan(tensors, addresses)
+
+
+class Plans:
+    """The plans of one operation."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[Any, Plan | None] = {}
+        self.recent: dict[tuple[Any, ...], tuple[Recall, ...]] = {}
+        """by form: the number of arguments and the names of keywords"""
+
+    def clear(self) -> None:
+        self.by_key.clear()
+        self.recent.clear()
+
+    def recall(
+        self,
+        form: tuple[Any, ...],
+        given: tuple[Any, ...],
+        tensors: list[torch.Tensor],
+        addresses: list[int],
+        plan: Plan,
+    ) -> None:
+        """Know this call again."""
+        if not any(address & 15 for address in addresses):
+            with contextlib.suppress(*_NO_PLAN):
+                self.recent[form] = (Recall(given, tensors, plan), *self.recent.get(form, ())[: _MAX_RECENT - 1])
+
+
 _Op = TypeVar("_Op", bound=Callable[..., Any])
 
 
 def planned(op: _Op) -> _Op:
     """A public function whose calls leave plans and follow them."""
-    plans: dict[Any, Plan | None] = {}
+    plans = Plans()
+    recent = plans.recent
 
     @functools.wraps(op)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -162,22 +260,36 @@ def planned(op: _Op) -> _Op:
             return _library.call(op, args, kwargs)
         if _checks.READS_DATA or not ENABLED:
             return _library.ordinary(op, args, kwargs)
-        key: list[Any] = [_backend.chosen(), _config.forced(), torch.get_default_dtype(), *kwargs]
-        tensors: list[torch.Tensor] = []
-        addresses: list[int] = []
-        try:
-            _describe((*args, *kwargs.values()), key, tensors, addresses)
-        except (NoPlanError, RuntimeError, NotImplementedError):  # as of tensors without strides or memory
-            return _library.ordinary(op, args, kwargs)
-        kind = tuple(key)
-        plan = plans.get(kind, _NEW)
-        if plan is _NEW:
-            return _first(op, args, kwargs, plans, kind, tensors, addresses)
-        result = None if plan is None else plan(tensors, addresses)
-        return op(*args, **kwargs) if result is None else result
+        given = (*args, *kwargs.values())
+        form = (len(args), *kwargs)
+        for recall in recent.get(form, ()):
+            result = recall(given)
+            if result is not None:
+                return result
+        return _look_up(op, args, kwargs, plans, form, given)
 
     call.plans = plans  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
+
+
+def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans, form: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
+    """A call that none of the recent ones is like."""
+    key: list[Any] = [*_state(), *form]
+    tensors: list[torch.Tensor] = []
+    addresses: list[int] = []
+    try:
+        _describe(given, key, tensors, addresses)
+    except (NoPlanError, RuntimeError, NotImplementedError):  # as of tensors without strides or memory
+        return _library.ordinary(op, args, kwargs)
+    kind = tuple(key)
+    plan = plans.by_key.get(kind, _NEW)
+    if plan is _NEW:
+        return _first(op, args, kwargs, plans.by_key, kind, tensors, addresses)
+    result = None if plan is None else plan(tensors, addresses)
+    if result is None:
+        return op(*args, **kwargs)
+    plans.recall(form, given, tensors, addresses, plan)
+    return result
 
 
 def _first(
@@ -196,7 +308,6 @@ def _first(
         plans.clear()
     plans[kind] = None
     if len(launches) == 1 and not any(kwargs.get(name) for name in _DECLINED):
-        # Beside what is known to be in the way: kernels of another Triton version, described in another form.
-        with contextlib.suppress(NoPlanError, AttributeError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(*_NO_PLAN):
             plans[kind] = Plan(launches[0], tensors, kwargs.get("out") is not None, result)
     return result

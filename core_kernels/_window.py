@@ -48,8 +48,11 @@ def window_kernel(
     """G[t] = Σ_{k<m} γ^k r[t+k] + γ^m V(what m steps lead to), m = n or less where a cut or the edge comes first."""
     blocks = tl.cdiv(T, TIME)
     program = tl.program_id(0).to(INDEX)
-    rows = (program // blocks * ROWS + tl.arange(0, ROWS))[:, None]
-    t = (program % blocks * TIME + tl.arange(0, TIME))[None, :]
+    # Each look ahead is off by one more step and has a mask of its own, so a thread that held a run of neighbours would
+    # read them one by one, far from its neighbour's. So each holds single elements, and a warp's lanes read neighbours:
+    # that is what Triton makes of indices of which it does not know that runs are aligned.
+    rows = tl.multiple_of((program // blocks * ROWS + tl.arange(0, ROWS))[:, None], [1, 1])
+    t = tl.multiple_of((program % blocks * TIME + tl.arange(0, TIME))[None, :], [1, 1])
     row_mask = rows < n_rows
     edge_value = load_row(boundary[0], sizes, rows, row_mask, DIMS, DTYPE)
 
@@ -61,8 +64,9 @@ def window_kernel(
     discount = tl.where(mask, 1.0, 1.0).to(DTYPE)
     v_beyond = tl.where(mask, edge_value, 0.0)  # V of what the steps so far lead to, if nothing else is said
     count = tl.where(mask, 0, 0)
-    ahead = t
-    while tl.max(tl.max(active.to(tl.int32), axis=1), axis=0) > 0:
+    distance = 0
+    while tl.max(active.to(tl.int32)) > 0:
+        ahead = t + distance
         stepping = active
         if valid_flags is not None:
             stepping = active & load_flag(valid_flags, sizes, rows, ahead, active, DIMS)
@@ -92,6 +96,6 @@ def window_kernel(
         at_edge = active & (ahead == T - 1)
         total += tl.where(at_edge, scaled(discount, v_beyond), 0.0)
         active = active & (at_edge == 0)
-        ahead += 1
+        distance += 1
 
     tl.store(address(outputs[0], sizes, rows, t, DIMS), total, mask=mask)

@@ -23,7 +23,7 @@ class Driver:
 triton.runtime.driver.set_active(Driver())
 
 import rl_triton as rlt
-from rl_triton import _launch, _scan, _window
+from rl_triton import _launch, _moments, _scan, _window
 
 compiled = []
 
@@ -36,6 +36,8 @@ class Compiling:
 
 _scan.scan_kernel = Compiling(_scan.scan_kernel)
 _window.window_kernel = Compiling(_window.window_kernel)
+_moments.moments_kernel = Compiling(_moments.moments_kernel)
+_moments.normalize_kernel = Compiling(_moments.normalize_kernel)
 _launch.interpreting = lambda: True
 
 def calls(shape, time_dim, dtype, features):
@@ -79,6 +81,9 @@ with rlt.backend("triton"):
     for shape, time_dim in (((2, 6000), 1), ((6000, 2), 0)):
         x = torch.ones(shape)
         rlt.gae(x, x, x > 0, last_values=x.select(time_dim, 0), time_dim=time_dim)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        rlt.normalize_advantages(x.to(dtype))
+        rlt.normalize_advantages(x.to(dtype), valid=x > 0, unbiased=False)
 print(len(compiled), "kernels")
 """
 
@@ -88,4 +93,4 @@ def test_kernels_compile_for_hopper(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # a kernel found in a cache would be launched, not compiled
     result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert result.stdout == "48 kernels\n", result.stderr[-4000:]
+    assert result.stdout == "60 kernels\n", result.stderr[-4000:]

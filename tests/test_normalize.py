@@ -71,6 +71,33 @@ def test_nothing_valid_and_nothing_at_all(backend):
     assert rlt.normalize_advantages(x[:0]).shape == (0, 4)
 
 
+ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-12, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_every_order_in_memory(backend, dtype):
+    """Elements that fill their memory in any order or do not, and a mask in the same order or another."""
+    generator = torch.Generator().manual_seed(0)
+    wide = (3 + torch.randn(6, 50, 4, generator=generator)).to(dtype)
+    for x in (wide, wide.permute(2, 0, 1), wide[:, ::2], wide.transpose(0, 1)[1:], wide[:1].expand(6, 50, 4)):
+        keep = torch.rand(x.shape, generator=generator) < 0.6
+        same_order = torch.empty_like(x, dtype=torch.bool).copy_(keep)
+        for valid in (None, keep, same_order, keep.float()):
+            mask = None if valid is None else valid.to(backend.device)
+            y = rlt.normalize_advantages(x.to(backend.device), valid=mask)
+            assert y.shape == x.shape
+            assert y.dtype == dtype
+            assert_close(y, plain(x, valid), max_error=ROUNDING[dtype])
+
+
+def test_parts_of_many_tiles_have_the_same_bits_each_time(backend):
+    x = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0)).to(backend.device)
+    valid = x > -1
+    y = rlt.normalize_advantages(x, valid=valid)
+    assert_close(y, plain(x.cpu(), valid.cpu()), max_error=2e-6)
+    assert torch.equal(rlt.normalize_advantages(x, valid=valid), y)
+
+
 def test_nan_of_a_valid_step_stays_visible(backend):
     x = torch.tensor([1.0, float("nan"), 2.0], device=backend.device)
     assert rlt.normalize_advantages(x).isnan().all()

@@ -1,14 +1,16 @@
 """Plans: a call like one before takes a shorter way to the same kernel, and gives the same result."""
 
 import contextlib
+import ctypes
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_estimators import OPS, basic, flatten
 
 import rl_triton as rlt
-from rl_triton import _plan
+from rl_triton import _direct, _plan
 from rl_triton.testing import make_rollout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -19,11 +21,30 @@ def device(request):
     return request.param
 
 
+def forget():
+    for name in rlt.__all__:
+        getattr(getattr(rlt, name), "plans", {}).clear()
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """One entry for each call from here on that was not known again by comparing."""
+    forget()
+    count = []
+    look_up = _plan._look_up
+
+    def counted(*args):
+        count.append(args)
+        return look_up(*args)
+
+    monkeypatch.setattr(_plan, "_look_up", counted)
+    return count
+
+
 @pytest.fixture
 def followed(monkeypatch):
     """Which calls from here on have been done by a plan."""
-    for name in rlt.__all__:
-        getattr(getattr(rlt, name), "plans", {}).clear()
+    forget()
     count = []
     call = _plan.Plan.__call__
 
@@ -43,7 +64,7 @@ def ordinary(op, *args, **kwargs):
 
 @pytest.mark.parametrize("op", OPS, ids=repr)
 @pytest.mark.parametrize("time_dim", [0, 1])
-def test_a_plan_gives_the_ordinary_result(op, time_dim, device, followed):
+def test_a_plan_gives_the_ordinary_result(op, time_dim, device, followed, looked_up):
     function = getattr(rlt, op.name)
     for seed in range(4):
         tensors, options = basic(op, device, seed=seed)
@@ -57,6 +78,99 @@ def test_a_plan_gives_the_ordinary_result(op, time_dim, device, followed):
         for actual, want in zip(results, expected, strict=True):
             assert torch.equal(actual, want)
     assert followed == [True] * 3  # all but the first
+    assert len(looked_up) == 2
+
+
+@pytest.mark.parametrize("op", OPS, ids=repr)
+def test_without_the_guards_of_pytorch(op, device, followed, looked_up, monkeypatch):
+    monkeypatch.setattr(_plan, "_guards", None)
+    function = getattr(rlt, op.name)
+    tensors, options = basic(op, device, seed=0)
+    for _ in range(4):
+        results = flatten(function(**tensors, **options))
+        expected = flatten(ordinary(function, **tensors, **options))
+        assert all(torch.equal(actual, want) for actual, want in zip(results, expected, strict=True))
+    assert followed == [True] * 3
+    assert len(looked_up) == 4
+
+
+def test_few_calls_are_known_by_comparing_and_all_are_right(device, followed, looked_up):
+    """Calls of several kinds in turn; each kind is compared with those of the others."""
+    rollouts = [make_rollout(8, n_steps, device=device, poison=False) for n_steps in range(60, 60 + 4 * 3, 3)]
+    for _ in range(4):
+        for rollout in rollouts:
+            assert torch.equal(gae(rollout).returns, ordinary(rlt.gae, **rollout).returns)
+    assert len(looked_up) == 8
+    assert followed == [True] * 12
+    rollouts += [make_rollout(n_rows, 60, device=device, poison=False) for n_rows in (3, 5)]
+    for _ in range(3):
+        for rollout in rollouts:
+            assert torch.equal(gae(rollout).returns, ordinary(rlt.gae, **rollout).returns)
+    assert len(rlt.gae.plans.recent) == 1
+    assert [len(known) for known in rlt.gae.plans.recent.values()] == [_plan._MAX_RECENT]
+
+
+def test_what_a_known_call_must_share(device, looked_up):
+    """Arguments of another type, class, mode or order are not taken for those of the call before."""
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    for _ in range(3):
+        expected = gae(rollout, gamma=1.0, out=(torch.empty(8, 64, device=device), torch.empty(8, 64, device=device)))
+    assert len(looked_up) == 2
+    with pytest.raises(TypeError, match="gamma"):
+        gae(rollout, gamma=True, out=tuple(expected))
+    with pytest.raises(TypeError, match="out"):
+        gae(rollout, gamma=1.0, out=expected.returns)
+    with pytest.raises(TypeError, match="got 3 entries"):
+        gae(rollout, gamma=1.0, out=(*expected, expected.returns))
+    turned = gae(dict(reversed(rollout.items())), gamma=1.0)
+    assert torch.equal(turned.returns, expected.returns)
+    with torch.inference_mode():
+        assert torch.equal(gae(rollout, gamma=1.0).returns, expected.returns)
+    with torch.no_grad():
+        assert torch.equal(gae(rollout, gamma=1.0).returns, expected.returns)
+    parameters = {name: torch.nn.Parameter(x, requires_grad=x.is_floating_point()) for name, x in rollout.items()}
+    for _ in range(3):
+        result = gae(parameters, gamma=1.0)
+        assert torch.equal(result.returns, expected.returns)
+        assert not result.returns.requires_grad
+
+
+def test_what_the_driver_is_given(monkeypatch):
+    """The driver's structures, as its documentation lays them out."""
+    seen = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    def launch(config, function, entries, extra):
+        words = (ctypes.c_uint * 7).from_address(config)
+        stream, attributes = (ctypes.c_uint64 * 2).from_address(config + 32)
+        n_attributes = ctypes.c_uint.from_address(config + 48).value
+        pointers = (ctypes.c_uint64 * 6).from_address(entries)
+        parameters = [ctypes.c_uint64.from_address(pointer).value for pointer in pointers]
+        seen.append((list(words), stream, attributes, n_attributes, function, parameters, extra))
+        return 0
+
+    monkeypatch.setattr(_direct, "_driver", lambda: launch)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0xABC00000000, raising=False)
+    read, made = torch.zeros(4), torch.zeros(4)
+    kernel = SimpleNamespace(
+        src=SimpleNamespace(signature={"x": ("*fp32", "constexpr"), "n": "i32", "y": "*fp32", "scale": "fp32"}),
+        metadata=SimpleNamespace(num_warps=4, shared=1024),
+        function=0x123400000000,
+    )
+    direct = _direct.DirectKernel(
+        kernel,
+        {"x": (read, 7), "n": -2, "y": made, "scale": 1.0},
+        5,
+        torch.device("cuda", 1),
+        _plan.Places([read], [made]),
+    )
+    for address in (0x1000, 0x2000):
+        assert direct([address], [made])
+        parameters = [address, 0xFFFFFFFE, made.data_ptr(), 0x3F800000, 0, 0]
+        assert seen.pop() == ([5, 1, 1, 128, 1, 1, 1024], 0xABC00000000, 0, 0, 0x123400000000, parameters, None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    assert not direct([0x1000], [made])
 
 
 def gae(rollout, **options):

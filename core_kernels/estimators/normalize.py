@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
-from rl_triton import _checks
+from rl_triton import _backend, _checks, _library
+from rl_triton._plan import planned
 
 
+@planned
 def normalize_advantages(
     advantages: torch.Tensor,
     *,
@@ -23,8 +25,10 @@ def normalize_advantages(
         y = (x - mean) / (std + eps)
 
     Statistics are sums in float64 over deviations from a first mean, so that neither many elements nor a mean far from
-    zero costs accuracy (Chan, Golub & LeVeque 1983, eq. 1.7). A group of one element, or one without spread, gives 0,
-    never NaN. Nothing is read on the host.
+    zero costs accuracy (Chan, Golub & LeVeque 1983, eq. 1.7). On a GPU two kernels do it, where all axes share one mean
+    and the elements fill their memory; tensor operations do it elsewhere, and where a compiler or a transform looks on,
+    which then fuses or batches them. A group of one element, or one without
+    spread, gives 0, never NaN. Nothing is read on the host.
 
     Args:
         advantages: x, any shape; float16, bfloat16, float32 or float64.
@@ -50,6 +54,11 @@ def normalize_advantages(
     if advantages.numel() == 0 and process_group is None:
         return torch.empty_like(advantages)
 
+    everything = len(axes) == advantages.dim() and process_group is None and not _library.traced(advantages)
+    if everything and _backend.runs_kernels(op, advantages.device) and _one_order(advantages, valid):
+        from rl_triton import _moments
+
+        return _moments.normalize(advantages.detach(), valid, unbiased, float(eps))
     with torch.no_grad():
         x = advantages.detach()
         keep = None if valid is None else valid != 0
@@ -99,6 +108,17 @@ def _axes(op: str, x: torch.Tensor, dims: Any) -> tuple[int, ...]:
     if len(set(axes)) != len(axes):
         raise ValueError(f"{op}: dims={dims!r} names an axis twice")
     return axes
+
+
+def _one_order(x: torch.Tensor, valid: torch.Tensor | None) -> bool:
+    """Whether the elements of both fill their memory in the same order."""
+    axes = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+    expected = 1
+    for stride, size in axes:
+        if stride != expected:
+            return False
+        expected *= size
+    return valid is None or valid.stride() == x.stride()
 
 
 def _reduced(x: torch.Tensor, process_group: Any, operation: str) -> torch.Tensor:
