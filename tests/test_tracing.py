@@ -216,7 +216,7 @@ def test_without_plans(monkeypatch):
     call = calls()["gae"]
     rlt.gae.plans.clear()
     expected = call()
-    assert not rlt.gae.plans
+    assert not rlt.gae.plans.by_key
     with CountedOperators() as mode:
         result = call()
     assert mode.seen == ["rl_triton.gae.default"]
