@@ -59,7 +59,7 @@ _compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
-_trace = torch._C._get_tracing_state
+_tracing = torch._C._is_tracing
 
 
 def watched() -> bool:
@@ -69,7 +69,7 @@ def watched() -> bool:
         or _dispatch_modes()
         or (_function_modes() and not _only_default_device())
         or _transform() is not None
-        or _trace() is not None
+        or _tracing()
     )
 
 

@@ -328,3 +328,13 @@ def test_results_are_copied_and_pickled():
         for again in (copy.deepcopy(result), pickle.loads(pickle.dumps(result))):
             assert type(again) is type(result)
             assert equal(again, result)
+
+
+def test_data_is_looked_at_when_the_graph_runs(monkeypatch):
+    """RL_TRITON_CHECK=1: tracing has no data to look at, the operator has."""
+    monkeypatch.setattr("rl_triton._checks.READS_DATA", True)
+    call = calls()["gae"]
+    compiled = torch.compile(of(call), fullgraph=True, backend="aot_eager")
+    assert equal(compiled(call.tensors), call())
+    with pytest.raises(ValueError, match="gae: rewards holds NaN in steps that count"):
+        compiled(call.tensors | {"rewards": torch.full((3, 7), float("nan"))})
