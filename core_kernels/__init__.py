@@ -3,6 +3,10 @@
 if __name__ != "rl_triton":
     raise ImportError("this folder is installed as rl_triton; run pip install -e . and import rl_triton")
 
+from rl_triton import _versions  # noqa: F401 - looks at them, before what another version may not have
+
+# isort: split
+from rl_triton import _library
 from rl_triton._backend import backend
 from rl_triton.estimators.affine import affine_scan
 from rl_triton.estimators.discounted import discounted_returns
@@ -15,6 +19,20 @@ from rl_triton.estimators.traces import eligibility_traces, episodic_cumsum
 from rl_triton.estimators.vtrace import VTrace, vtrace
 
 __version__ = "0.1.0"
+
+for _function, _results in (
+    (affine_scan, None),
+    (discounted_returns, None),
+    (eligibility_traces, None),
+    (episodic_cumsum, None),
+    (gae, GAE),
+    (n_step_returns, None),
+    (retrace, Retrace),
+    (td_lambda_returns, None),
+    (vtrace, VTrace),
+):
+    _library.register(_function, _results)
+del _function, _results
 
 __all__ = [
     "GAE",

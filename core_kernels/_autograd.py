@@ -23,6 +23,8 @@ def _readable(x: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 class _Product(torch.autograd.Function):
     """factor * x, and 0 where factor (with `either`, also where x) is zero."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def _zero(factor: torch.Tensor, x: torch.Tensor, either: bool) -> torch.Tensor:
         return (factor == 0) | (x == 0) if either else factor == 0
@@ -51,6 +53,8 @@ class _Product(torch.autograd.Function):
 class _Quotient(torch.autograd.Function):
     """x / y."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x / y
@@ -69,6 +73,8 @@ class _Quotient(torch.autograd.Function):
 
 class _Exponential(torch.autograd.Function):
     """exp(x)."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -92,6 +98,8 @@ class _Scan(torch.autograd.Function):
 
     It is written with these functions, so it can be differentiated again. Kept for it: β, y and initial.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rl_triton._algorithm import Taken
 
@@ -21,7 +23,9 @@ INTEGERS = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
      torch.uint16, torch.uint32, torch.uint64}
 )  # fmt: skip
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# What stands for a tensor while a call is traced: it has a shape, a dtype and a device, but no memory.
+STAND_INS = (FakeTensor, FunctionalTensor)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, *STAND_INS)
 
 
 # With RL_TRITON_CHECK=1, read at import, calls also look at their data, and wait for the device to do it.
@@ -231,6 +235,8 @@ class _Extent:
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if isinstance(x, STAND_INS) or isinstance(y, STAND_INS):
+        return False  # looked at when the call is made with memory
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
         return False
     try:

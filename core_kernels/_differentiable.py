@@ -304,6 +304,9 @@ def estimate(
     if valid is not None:  # a row that is no transition passes the state on; one that carries a flag replaces it
         alpha = torch.where(valid, alpha, torch.where(reset, forms.beyond(reset_value), 0.0))
         beta = torch.where(valid, beta, torch.where(reset, 0.0, 1.0))
+    if forms.target is not None:  # results read the state of the row after, not their own
+        read = _read_by_the_row_before(call, valid, cut, reset, return_carry)
+        alpha, beta = torch.where(read, alpha, 0.0), torch.where(read, beta, 0.0)
     edgeless = closed and not isinstance(boundary, (Successors, Resets))
     state = scan(alpha, beta, None if edgeless else initial, dim, algorithm.reverse)
     state_next = call.following(state, initial) if algorithm.lookahead >= 1 else state
@@ -320,6 +323,19 @@ def estimate(
         at = 0 if algorithm.reverse else -1
         final = (state.select(dim, at).clone(), None if target is None else target.select(dim, at).clone())
     return tuple(_stored(y, valid, dtype) for y in results), final
+
+
+def _read_by_the_row_before(
+    call: _Call, valid: torch.Tensor | None, cut: torch.Tensor, reset: torch.Tensor, first: bool
+) -> torch.Tensor:
+    """Whether a row's state goes into anything. That of the first row does if it is returned."""
+    dim = call.dim
+    into = ~cut
+    edge = torch.full_like(into.select(dim, 0), first)
+    if valid is not None:  # a row that is no transition passes the state on to whoever reads its own
+        passes = torch.where(valid | reset, 0.0, 1.0).to(call.dtype)
+        into = scan((valid & into).to(call.dtype), passes, edge.to(call.dtype), dim, reverse=False) > 0
+    return joined(edge, into.narrow(dim, 0, call.n_steps - 1), dim, in_front=True)
 
 
 def _stored(y: torch.Tensor, valid: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

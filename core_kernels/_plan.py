@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from rl_triton import _backend, _checks, _config
+from rl_triton import _backend, _checks, _config, _library
 
 _SCALARS = frozenset({float, int, bool, str, type(None)})
 _MAX_PLANS = 1024  # an operation; then it begins anew
@@ -251,15 +251,15 @@ _Op = TypeVar("_Op", bound=Callable[..., Any])
 
 def planned(op: _Op) -> _Op:
     """A public function whose calls leave plans and follow them."""
-    if not ENABLED:
-        return op
     plans = Plans()
     recent = plans.recent
 
     @functools.wraps(op)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _checks.READS_DATA:
-            return op(*args, **kwargs)
+        if _library.watched():
+            return _library.call(op, args, kwargs)
+        if _checks.READS_DATA or not ENABLED:
+            return _library.ordinary(op, args, kwargs)
         given = (*args, *kwargs.values())
         form = (len(args), *kwargs)
         for recall in recent.get(form, ()):
@@ -280,7 +280,7 @@ def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans, form: tuple[Any, ...
     try:
         _describe(given, key, tensors, addresses)
     except (NoPlanError, RuntimeError, NotImplementedError):  # as of tensors without strides or memory
-        return op(*args, **kwargs)
+        return _library.ordinary(op, args, kwargs)
     kind = tuple(key)
     plan = plans.by_key.get(kind, _NEW)
     if plan is _NEW:

@@ -61,7 +61,8 @@ def estimate(
         _checks.no_out(op, out)
     graph = differentiable and torch.is_grad_enabled()
     outputs = () if graph else _checks.outputs(op, out, names, like, dtype, read.items())
-    if _checks.READS_DATA:
+    traced = isinstance(like, _checks.STAND_INS)
+    if _checks.READS_DATA and not traced:
         _checks.data(op, inputs, boundary)
 
     arithmetic = arithmetic_of(dtype)
@@ -86,6 +87,8 @@ def estimate(
         rows = (*like.shape[:time_dim], *like.shape[time_dim + 1 :])
         state = torch.empty(rows, dtype=arithmetic, device=device)
         final = (state, torch.empty_like(state) if algorithm.target is not None else None)
+    if traced:  # shapes, dtypes and devices are all that is asked for
+        return outputs, final
     if like.numel():
         _backend.run(
             Problem(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rl_triton import _backend, _checks
+from rl_triton import _backend, _checks, _library
 from rl_triton._plan import planned
 
 
@@ -26,7 +26,8 @@ def normalize_advantages(
 
     Statistics are sums in float64 over deviations from a first mean, so that neither many elements nor a mean far from
     zero costs accuracy (Chan, Golub & LeVeque 1983, eq. 1.7). On a GPU two kernels do it, where all axes share one mean
-    and the elements fill their memory; tensor operations do it elsewhere. A group of one element, or one without
+    and the elements fill their memory; tensor operations do it elsewhere, and where a compiler or a transform looks on,
+    which then fuses or batches them. A group of one element, or one without
     spread, gives 0, never NaN. Nothing is read on the host.
 
     Args:
@@ -53,7 +54,7 @@ def normalize_advantages(
     if advantages.numel() == 0 and process_group is None:
         return torch.empty_like(advantages)
 
-    everything = len(axes) == advantages.dim() and process_group is None
+    everything = len(axes) == advantages.dim() and process_group is None and not _library.traced(advantages)
     if everything and _backend.runs_kernels(op, advantages.device) and _one_order(advantages, valid):
         from rl_triton import _moments
 
