@@ -146,6 +146,8 @@ def _describe(given: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor
     for x in given:
         kind = type(x)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if x.is_neg():
+                raise NoPlanError("a view that negates, which its address does not tell")
             address = x.data_ptr()
             key += (x.dtype, x.shape, x.stride(), x.device, address & 15 == 0)
             tensors.append(x)

@@ -223,6 +223,18 @@ def test_errors_do_not_hide_behind_a_plan(device):
         gae(rollout | {"values": torch.zeros(8, 65, device=device)})
 
 
+def test_a_negated_view_is_refused(device):
+    """Its memory holds the numbers with the other sign."""
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    negated = torch.view_as_complex(torch.stack((rollout["rewards"],) * 2, dim=-1)).conj().imag
+    alike = torch.view_as_complex(torch.stack((rollout["rewards"],) * 2, dim=-1)).imag
+    assert alike.stride() == negated.stride()
+    for _ in range(3):
+        gae(rollout | {"rewards": alike})
+        with pytest.raises(ValueError, match=r"rewards is a negated view .*rewards\.resolve_neg\(\)"):
+            gae(rollout | {"rewards": negated})
+
+
 def test_out_follows_a_plan_and_is_checked(device, followed):
     rollout = make_rollout(8, 64, device=device, poison=False)
     expected = ordinary(rlt.gae, **rollout)
