@@ -72,7 +72,7 @@ def tensor(op: str, name: str, x: Any, dtypes: frozenset[torch.dtype], kind: str
         _value_error(op, f"{name} is on device '{x.device}'; supported are 'cuda' and 'cpu': pass {name}.to('cpu')")
     if x.dtype not in dtypes:
         _type_error(op, f"{name} has dtype {x.dtype}, but {kind} is needed: pass {name}.to(torch.float32)")
-    if x.is_neg():
+    if not torch.compiler.is_compiling() and x.is_neg():  # a compiler writes such views out
         _value_error(op, f"{name} is a negated view (as of z.conj().imag), not memory: pass {name}.resolve_neg()")
     return x
 
