@@ -4,14 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import SMALL_CONFIGS, assert_result, restride
+from windows import SMALL_CONFIGS, assert_result, examples, restride
 
 import rl_triton as rlt
 from rl_triton import reference
 from rl_triton._config import LaunchConfig, configured
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(data=st.data())
 def test_matches_reference(data, backend):
     n_axes = data.draw(st.integers(1, 4))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import SMALL_CONFIGS, assert_result, windows
+from windows import SMALL_CONFIGS, assert_result, examples, windows
 
 import rl_triton as rlt
 from rl_triton import reference
@@ -131,7 +131,7 @@ OPS = [
 ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 @pytest.mark.parametrize("op", OPS, ids=repr)
 def test_matches_reference(op, data, backend):
@@ -146,7 +146,7 @@ def test_matches_reference(op, data, backend):
         assert_result(actual, want, dtype, f"carry {k}")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 @pytest.mark.parametrize("op", ["accumulating", "replacing", "cumsum"])
 def test_forward_ops_match_reference(op, data, backend):
@@ -444,7 +444,7 @@ def test_out(op, backend):
 # ------------------------------------------------------------------------------------------------- chains and gaps
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 @pytest.mark.parametrize("op", [op for op in OPS if op.carries], ids=repr)
 def test_two_windows_chained_are_one(op, data, backend):
@@ -479,7 +479,7 @@ def test_two_windows_chained_are_one(op, data, backend):
         assert_result(a, b, torch.float64, "carry")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_forward_windows_chained_are_one(data, backend):
     n_steps = data.draw(st.integers(2, 12))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import EPS, SMALL, SMALL_CONFIGS, assert_result, windows
+from windows import EPS, SMALL, SMALL_CONFIGS, assert_result, examples, windows
 
 import rl_triton as rlt
 from rl_triton import reference
@@ -21,7 +21,7 @@ def both(arguments, options):
     return rlt.gae(*first, **tensors, **options), reference.gae(*first, **tensors, **options)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_matches_reference(data, backend):
     tensors, options, dtype = data.draw(windows(device=backend.device, max_steps=24))
@@ -87,7 +87,7 @@ def test_lambda_zero_is_the_td_error(backend):
     assert_result(result.advantages, rollout["rewards"].double() + 0.97 * v_next - values, torch.float32)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_two_windows_chained_are_one(data, backend):
     """At every cut position, with flags and invalid steps at the seam."""

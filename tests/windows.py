@@ -17,6 +17,11 @@ SMALL_CONFIGS = (SMALL, SMALL_TIME_MAJOR, SMALL_SPLIT)
 EPS = {torch.float64: 2**-53, torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 
+def examples(n: int) -> int:
+    """Of a property: n on a machine with a GPU, half of them where the kernels run in Triton's interpreter."""
+    return n if torch.cuda.is_available() else n // 2
+
+
 def assert_result(actual, expected, dtype, name="result"):
     """Within a few roundings of the float64 oracle, relative to the size of the results; 16-bit results are rounded
     once more when stored."""
