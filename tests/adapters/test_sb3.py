@@ -15,52 +15,22 @@ from hypothesis import strategies as st
 
 pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not installed")
 
-import gymnasium
+from sb3_rollouts import NAME, STOCK, both, counts, make_buffer, same_bits
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
 from rl_triton.adapters import sb3, status
+from rl_triton.adapters.sb3 import _compute
 
-NAME = "stable_baselines3.common.buffers.RolloutBuffer.compute_returns_and_advantage"
-STOCK = RolloutBuffer.compute_returns_and_advantage
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_only)]
-BOX = gymnasium.spaces.Box(-1, 1, (1,))
 
 
 @pytest.fixture(autouse=True)
-def stock_afterwards():
+def all_served_and_stock_afterwards(monkeypatch):
+    monkeypatch.setattr(_compute, "SHORT", 0)
     yield
     sb3.unpatch()
     assert RolloutBuffer.compute_returns_and_advantage is STOCK
-
-
-def counts():
-    entry = status().get(NAME, {"served": 0, "fallen_back": {}})
-    return entry["served"], sum(entry["fallen_back"].values())
-
-
-def make_buffer(n_steps, n_envs, *, ends=0.2, seed=0, gamma=0.99, gae_lambda=0.95, buffer_class=RolloutBuffer):
-    rng = np.random.default_rng(seed)
-    buffer = buffer_class(n_steps, BOX, BOX, gae_lambda=gae_lambda, gamma=gamma, n_envs=n_envs)
-    buffer.rewards[...] = rng.normal(size=(n_steps, n_envs))
-    buffer.values[...] = rng.normal(size=(n_steps, n_envs))
-    buffer.episode_starts[...] = rng.random((n_steps, n_envs)) < ends
-    last_values = torch.from_numpy(rng.normal(size=(n_envs, 1)).astype(np.float32))
-    return buffer, last_values, rng.random(n_envs) < ends
-
-
-def both(arguments, **options):
-    """(stock, ours): the buffers after the call, from equal inputs."""
-    stock, last_values, dones = arguments()
-    STOCK(stock, last_values, dones)
-    ours, last_values, dones = arguments()
-    with sb3.patched(**options):
-        ours.compute_returns_and_advantage(last_values, dones)
-    return stock, ours
-
-
-def same_bits(a, b):
-    return a.dtype == b.dtype == np.float32 and a.shape == b.shape and (a.view(np.int32) == b.view(np.int32)).all()
 
 
 @settings(max_examples=200)
@@ -372,14 +342,14 @@ def test_a_body_that_computes_something_else_is_refused(monkeypatch):
 
 
 def test_a_body_that_rounds_otherwise_is_served_with_a_warning(monkeypatch):
-    class Old(RolloutBuffer):  # before 2.4: the carry is float64
+    class Other(RolloutBuffer):
         def compute_returns_and_advantage(self, last_values, dones):
             super().compute_returns_and_advantage(last_values, dones)
             self.advantages *= np.float32(1 + 1e-6)
 
-    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", Old)
+    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", Other)
     try:
-        with pytest.warns(UserWarning, match="rounds its advantages otherwise"):
+        with pytest.warns(UserWarning, match="rounds its advantages in a way that rl_triton does not know"):
             sb3.patch()
         assert sb3.is_patched()
     finally:
