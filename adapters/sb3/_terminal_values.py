@@ -89,6 +89,13 @@ class Batch:
         for _ in range(len(self.waiting) if reason else 0):
             self.count(reason)
 
+    def _or_withdrawn(self, method: Callable[..., Any], x: Any) -> Any:
+        try:
+            return method(x)
+        except BaseException:
+            self.withdraw()
+            raise
+
     def _obs_to_tensor(self, observation: Any) -> Any:
         if not self.waiting or observation is not self.waiting[0]:
             return self.obs_to_tensor(observation)
@@ -98,7 +105,7 @@ class Batch:
             except (TypeError, ValueError):
                 self.withdraw(UNLIKE)
                 return self.obs_to_tensor(observation)
-            batch = self.obs_to_tensor(together)[0]
+            batch = self._or_withdrawn(self.obs_to_tensor, together)[0]
             self.rows = deque((batch, i) for i in range(len(self.waiting)))
         batch, i = self.rows[0]
         self.row = _row(batch, i)
@@ -111,7 +118,7 @@ class Batch:
             self.withdraw(OWN_CRITIC)
             return self.predict_values(observations, *more, **others)
         if self.values is None:
-            values = self.predict_values(self.rows[0][0])
+            values = self._or_withdrawn(self.predict_values, self.rows[0][0])
             self.values = deque(values.cpu().split(1))  # one copy to the host, where the rewards are
         self.waiting.popleft()
         self.rows.popleft()

@@ -229,7 +229,7 @@ def test_patch_again_changes_the_options():
     assert [scope.device.type for scope in _patch._scopes] == ["cpu"]
 
 
-# ------------------------------------------------------------------------------------------- others who change the class
+# ------------------------------------------------------------------------------------------ others who change the class
 
 
 def test_a_replacement_that_somebody_made_later_stays():
