@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from collections import namedtuple
 from collections.abc import Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -100,12 +101,13 @@ class TensorStorage:
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self)._FIELDS and "tensors" in self.__dict__:
-            return _on_host(self.tensors[name])
+            field = self.tensors[name]
+            return field if self._resetting else _on_host(field)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _placed(self, x: Any) -> Any:
-        if isinstance(x, dict):
-            return {key: self._placed(part) for key, part in x.items()}
+        if isinstance(x, dict):  # reset() fills an empty one after it has assigned it
+            return {key: self._placed(part) for key, part in x.items()} if x else x
         if self._resetting:  # of equal entries: nothing to copy
             return torch.full(x.shape, x.flat[0].item(), dtype=_dtype(x), device=self.device)
         return torch.as_tensor(x, device=self.device)
@@ -117,8 +119,8 @@ class TensorStorage:
         super().__setattr__("_resetting", True)
         super().reset()  # type: ignore[misc]
         observations = self.tensors["observations"]
-        if isinstance(observations, dict):  # filled behind the assignment
-            self.tensors["observations"] = {key: self._placed(x) for key, x in observations.items()}
+        if isinstance(observations, dict):
+            self.tensors["observations"] = self._placed(observations)
         super().__setattr__("_resetting", False)
 
     def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
@@ -222,7 +224,7 @@ def _dtype(x: np.ndarray) -> torch.dtype:
 
 def _on_host(x: Any) -> Any:
     if isinstance(x, dict):
-        return {key: _on_host(part) for key, part in x.items()}
+        return MappingProxyType({key: _on_host(part) for key, part in x.items()})
     copy = x.cpu().numpy()
     if x.device.type == "cpu":
         copy = copy.view()
@@ -284,9 +286,14 @@ class ExtraHeads:
 
     def add_heads(self, rewards: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """The heads' rewards and values of the current step, by name, each with one entry an environment."""
-        for argument, given, field in (("rewards", rewards, self.head_rewards), ("values", values, self.head_values)):
+        for argument, given in (("rewards", rewards), ("values", values)):
             if set(given) != set(self.heads):
                 raise ValueError(f"add_heads: {argument} must name {self.heads}, got {tuple(given)}")
+        if self.full:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "add_heads: the rollout is complete; heads are stored before the step that they belong to"
+            )
+        for given, field in ((rewards, self.head_rewards), (values, self.head_values)):
             for head, name in enumerate(self.heads):
                 row = field[head, self.pos]  # type: ignore[attr-defined]
                 row.copy_(torch.as_tensor(given[name]).detach().reshape(row.shape))
