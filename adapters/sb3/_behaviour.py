@@ -16,7 +16,7 @@ import torch
 
 from rl_triton.adapters.sb3._compute import FLOAT32, FLOAT64, Body, serve
 
-TESTED_VERSIONS = "2.9"
+TESTED_VERSIONS = "2.0.0, 2.3.2, 2.4.1, 2.6.0 and 2.9.2"
 _CPU = torch.device("cpu")
 
 

@@ -25,6 +25,7 @@ TOO_SHORT = "a rollout so short that Stable-Baselines3's loop is faster"
 _ARRAYS = ("rewards", "values", "episode_starts", "advantages")
 _CPU = torch.device("cpu")
 _NUMBERS = (float, int)
+_REFUSALS = (TypeError, ValueError, torch.OutOfMemoryError)
 _staging_lock = threading.Lock()
 
 
@@ -76,7 +77,7 @@ def serve(buffer: Any, last_values: Any, dones: Any, device: torch.device, body:
             _compute_float64(buffer, edge, dones, returns)
         else:
             _compute(buffer, edge, dones, returns)
-    except (TypeError, ValueError, BufferError) as error:
+    except _REFUSALS as error:
         return f"rl_triton refused the input: {error}"
     reason = _unclean(buffer.episode_starts, edge, returns)
     if reason is None:
@@ -205,7 +206,7 @@ def _serve_tensors(buffer: Any, last_values: Any, dones: Any, body: Body) -> str
             torch.as_tensor(dones, device=device),
             out=(buffer.advantages, returns),
         )
-    except (TypeError, ValueError) as error:
+    except _REFUSALS as error:
         return f"rl_triton refused the input: {error}"
     if device.type == "cpu":
         reason = _unclean(buffer.episode_starts.numpy(), edge.numpy(), returns.numpy())

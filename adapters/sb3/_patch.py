@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class Scope:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"sb3.patch: device must be 'cpu' or a CUDA device, got {str(device)!r}")
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"sb3.patch: torch sees no CUDA device here, got device={str(device)!r}; pass 'cpu'")
         if terminal_values not in TERMINAL_VALUES:
             raise ValueError(f"sb3.patch: terminal_values must be 'single' or 'batched', got {terminal_values!r}")
         buffer_class = rollout_buffer_class()
@@ -83,12 +85,17 @@ def _set(scopes: list[Scope]) -> None:
     _scopes = sorted(scopes, key=lambda scope: not scope.covers_all)
 
 
-def _find(x: Any, among: Callable[[Scope], bool] = lambda scope: True) -> Scope | None:
-    return next((scope for scope in reversed(_scopes) if scope.has(x) and among(scope)), None)
+def _find(x: Any) -> Scope | None:
+    """The scope whose options hold for a model or a buffer."""
+    for scope in reversed(_scopes):
+        if scope.has(x):
+            return scope
+    return None
 
 
 def _batches(model: Any) -> bool:
-    return _find(model, lambda scope: scope.batched) is not None
+    scope = _find(model)
+    return scope is not None and scope.batched
 
 
 class BufferPatch(Patch):

@@ -504,6 +504,25 @@ def test_unknown_device():
         sb3.patch(device="meta")
 
 
+def test_a_device_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"sb3\.patch: torch sees no CUDA device here, got device='cuda:1'; pass 'cpu'"
+    ):
+        sb3.patch(device="cuda:1")
+    assert not sb3.is_patched()
+
+
+def test_cuda_does_not_survive_a_fork(monkeypatch):
+    """A forked child computes on the host."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    before = counts()
+    stock, ours = both(lambda: make_buffer(20, 5), device="cuda")
+    assert same_bits(stock.advantages, ours.advantages)
+    assert counts() == (before[0] + 1, before[1])
+
+
 def test_a_body_that_computes_something_else_is_refused(monkeypatch):
     class Other(RolloutBuffer):
         def compute_returns_and_advantage(self, last_values, dones):

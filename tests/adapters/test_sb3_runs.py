@@ -171,7 +171,8 @@ def test_a_scope_of_one_buffer():
         assert counts()[0] == before + 1
 
 
-def test_the_options_of_a_model_come_before_those_for_all():
+def test_the_options_of_a_model_come_before_those_for_all(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # nothing is computed
     model = make()
     devices = []
 
@@ -223,7 +224,8 @@ def test_bad_arguments(arguments, error):
     assert not sb3.is_patched()
 
 
-def test_patch_again_changes_the_options():
+def test_patch_again_changes_the_options(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     sb3.patch(device="cuda")
     sb3.patch(device="cpu")
     assert [scope.device.type for scope in _patch._scopes] == ["cpu"]

@@ -101,6 +101,12 @@ class Record:
         unexpected = set(entry["fallen_back"]) - set(EXPECTED[self.suite])
         return found + [f"{entry['fallen_back'][reason]} calls fell back: {reason}" for reason in sorted(unexpected)]
 
+    def not_run(self) -> list[str]:
+        """Files of the suite that the command left out."""
+        root = self.config.rootpath
+        return sorted(name for path in (root / "tests").rglob("test_*.py")
+                      if (name := path.relative_to(root).as_posix()) not in self.files)  # fmt: skip
+
     def report(self) -> dict[str, Any]:
         package = PACKAGES[self.suite]
         versions = {
@@ -116,6 +122,7 @@ class Record:
             "failed": self.failed,
             "skipped": dict(sorted(self.skipped.items())),
             "deselected": dict(self.deselected),
+            "not_run": self.not_run(),
             "served": entry["served"],
             "fallen_back": entry["fallen_back"],
             "other_patches": {name: counts for name, counts in status().items() if name != GAE},
