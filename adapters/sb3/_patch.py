@@ -126,7 +126,10 @@ class BufferPatch(Patch):
             return NOT_SELECTED
         if rest or others:
             return "arguments that Stable-Baselines3 does not have"
-        return serve(buffer, last_values, dones, scope.device, self.body)
+        try:
+            return serve(buffer, last_values, dones, scope.device, self.body)
+        except AttributeError as error:  # somebody calls the method on an object of another kind
+            return f"not a rollout buffer: {error}"
 
 
 def patch(model: Any = None, *, device: str | torch.device = "cpu", terminal_values: str = "single") -> None:

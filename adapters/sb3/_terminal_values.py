@@ -79,7 +79,9 @@ class Batch:
             left.withdraw(NOT_USED)
 
     def withdraw(self, reason: str | None = None) -> None:
-        """Give the policy its methods back. What was not asked for is counted."""
+        """Give the policy its methods back, once. What was not asked for is counted."""
+        if self.policy.__dict__.get(_KEY) is not self:
+            return
         for name, own in self.own.items():
             if own is None:
                 del self.policy.__dict__[name]

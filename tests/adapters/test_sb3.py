@@ -4,6 +4,7 @@ SB3's own tests use one or two environments and miss a transposed axis; these us
 """
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -144,6 +145,46 @@ def test_the_body_before_version_24_to_the_bit(dtype, n_steps, n_envs, ends, mon
     assert BeforeVersion24.compute_returns_and_advantage is original
 
 
+def with_another_edge(change):
+    right = _compute._compute_float64
+    return (
+        _compute,
+        "_compute_float64",
+        lambda buffer, *edge_and_returns: right(buffer, *change(*edge_and_returns[:2]), edge_and_returns[2]),
+    )
+
+
+def with_another_scan(change):
+    right = _compute.rlt.affine_scan
+    return _compute.rlt, "affine_scan", lambda alpha, beta, time_dim: right(*change(alpha, beta), time_dim=time_dim)
+
+
+MUTANTS_BEFORE_24 = {
+    "last_values zeroed": with_another_edge(lambda last, dones: (last * 0, dones)),
+    "last dones ignored": with_another_edge(lambda last, dones: (last, np.zeros_like(dones))),
+    "last_values of another environment": with_another_edge(lambda last, dones: (np.roll(last, 1), dones)),
+    "environments rolled": with_another_scan(lambda alpha, beta: (alpha.roll(1, 1), beta)),
+    "flags of another environment": with_another_scan(lambda alpha, beta: (alpha, beta.roll(1, 1))),
+    "flags shifted": with_another_scan(lambda alpha, beta: (alpha, beta.roll(1, 0))),
+    "axes swapped": with_another_scan(lambda alpha, beta: (alpha.T, beta.T)),
+    "float32 carry": with_another_scan(lambda alpha, beta: (alpha.float(), beta.float())),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS_BEFORE_24)
+def test_the_differential_check_catches_before_version_24(name, monkeypatch):
+    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", BeforeVersion24)
+    original = BeforeVersion24.compute_returns_and_advantage
+
+    def check():
+        stock, ours = both(lambda: make_buffer(16, 16, seed=5, buffer_class=BeforeVersion24), original)
+        return same_bits(stock.advantages, ours.advantages)
+
+    assert check()
+    monkeypatch.setattr(*MUTANTS_BEFORE_24[name])
+    assert not check()
+
+
 def test_the_two_bodies_differ():
     """So that the two tests above are not one."""
     buffers = []
@@ -186,6 +227,21 @@ def test_short_rollouts_are_left_to_stock(monkeypatch):
         assert same_bits(stock.advantages, ours.advantages)
         assert counts()[0] - count == served
         assert status()[NAME]["fallen_back"].get(_compute.TOO_SHORT, 0) - before == (not served)
+
+
+def test_an_object_with_no_more_than_the_method_reads():
+    def arguments():
+        buffer, last_values, dones = make_buffer(20, 5)
+        names = ("buffer_size", "rewards", "values", "episode_starts", "advantages", "gamma", "gae_lambda")
+        return SimpleNamespace(**{name: getattr(buffer, name) for name in names}), last_values, dones
+
+    stock, ours = arguments(), arguments()
+    STOCK(*stock)
+    before = counts()
+    with sb3.patched():
+        RolloutBuffer.compute_returns_and_advantage(*ours)
+    assert same_bits(stock[0].advantages, ours[0].advantages)
+    assert counts() == (before[0], before[1] + 1)
 
 
 def test_staging_for_a_device():
