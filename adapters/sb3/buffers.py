@@ -70,8 +70,9 @@ class TensorStorage:
     log-probabilities do not leave it. Shapes are those of Stable-Baselines3: [n_steps, n_envs, ...], and from the first
     `get()` on [n_envs * n_steps, ...].
 
-    As an attribute, `buffer.rewards` for instance, a field is a read-only numpy copy on the host, which is what
-    Stable-Baselines3's logging reads. Assign a new array or tensor, or write to `buffer.tensors["rewards"]`.
+    As an attribute, `buffer.rewards` for instance, a field is a read-only numpy array (a copy, unless the device is the
+    host), which is what Stable-Baselines3's logging reads. Assign a new array or tensor, which takes the field's dtype,
+    or write to `buffer.tensors["rewards"]`.
 
     Unlike a numpy buffer it serves every call on its own: NaN and inf do not reach beyond an episode's end, flags
     that are not 0 count as 1, and gamma and gae_lambda may be tensors that broadcast to [n_steps, n_envs].
@@ -95,7 +96,8 @@ class TensorStorage:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._FIELDS:
-            self.tensors[name] = self._placed(value)
+            placed, before = self._placed(value), self.tensors.get(name)
+            self.tensors[name] = placed.to(before.dtype) if isinstance(before, torch.Tensor) else placed
         else:
             super().__setattr__(name, value)
 
@@ -110,7 +112,7 @@ class TensorStorage:
             return {key: self._placed(part) for key, part in x.items()} if x else x
         if self._resetting:  # of equal entries: nothing to copy
             return torch.full(x.shape, x.flat[0].item(), dtype=_dtype(x), device=self.device)
-        return torch.as_tensor(x, device=self.device)
+        return as_tensor(x).to(self.device)
 
     _resetting = False
 
@@ -145,7 +147,7 @@ class TensorStorage:
                 self._store(part, x[key])
             return
         row = field[self.pos]
-        row.copy_(torch.as_tensor(x).detach().reshape(row.shape))
+        row.copy_(as_tensor(x).reshape(row.shape))
 
     def compute_returns_and_advantage(self, last_values: torch.Tensor, dones: Any) -> None:
         """Advantages and returns on the device, with nothing copied but the flags of the last step."""
@@ -161,8 +163,8 @@ class TensorStorage:
             last_values=last_values.detach().to(self.device).reshape(-1),
             last_done=torch.as_tensor(dones, device=self.device).reshape(-1),
             flags_at="start",
-            gamma=self.gamma,
-            lambda_=self.gae_lambda,
+            gamma=_plain(self.gamma),
+            lambda_=_plain(self.gae_lambda),
             time_dim=0,
         )
 
@@ -216,6 +218,18 @@ class TensorRolloutBuffer(TensorStorage, RolloutBuffer):
 
 class TensorDictRolloutBuffer(TensorStorage, DictRolloutBuffer):
     """`DictRolloutBuffer` in tensors on the model's device; see `TensorStorage`."""
+
+
+def as_tensor(x: Any) -> torch.Tensor:
+    """A tensor without a graph, of the same memory where that may be."""
+    if isinstance(x, torch.Tensor):
+        return x.detach()
+    x = np.asarray(x)
+    return torch.from_numpy(x if x.flags.writeable else x.copy())
+
+
+def _plain(factor: Any) -> Any:
+    return factor.item() if isinstance(factor, np.generic) else factor
 
 
 def _dtype(x: np.ndarray) -> torch.dtype:
@@ -296,14 +310,14 @@ class ExtraHeads:
         for given, field in ((rewards, self.head_rewards), (values, self.head_values)):
             for head, name in enumerate(self.heads):
                 row = field[head, self.pos]  # type: ignore[attr-defined]
-                row.copy_(torch.as_tensor(given[name]).detach().reshape(row.shape))
+                row.copy_(as_tensor(given[name]).reshape(row.shape))
 
     def compute_heads(self, last_values: Mapping[str, Any], dones: Any) -> None:
         """Advantages and returns of all heads, from their values of the observations after the last step."""
         if set(last_values) != set(self.heads):
             raise ValueError(f"compute_heads: last_values must name {self.heads}, got {tuple(last_values)}")
         device, n_heads = self.head_rewards.device, len(self.heads)
-        last = torch.stack([torch.as_tensor(last_values[name]).detach().reshape(-1).to(device) for name in self.heads])
+        last = torch.stack([as_tensor(last_values[name]).reshape(-1).to(device) for name in self.heads])
         starts, done = torch.as_tensor(self._starts()), torch.as_tensor(dones, device=device).reshape(-1)
         self.head_advantages, self.head_returns = rlt.gae(
             self.head_rewards,

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 
 import rl_triton as rlt
-from rl_triton.adapters.sb3._behaviour import rollout_buffer_class
-
-rollout_buffer_class()  # says what to install
+from rl_triton.adapters.sb3.buffers import as_tensor
 
 try:
     from stable_baselines3.common.buffers import NStepReplayBuffer
@@ -19,7 +17,7 @@ except ImportError as error:
         "rl_triton.adapters.sb3.replay needs Stable-Baselines3 2.7 or newer, the first with n-step replay: "
         "pip install 'stable-baselines3>=2.7'"
     ) from error
-from stable_baselines3.common.type_aliases import ReplayBufferSamples  # noqa: E402
+from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
 _FIELDS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
@@ -58,7 +56,7 @@ class TensorNStepReplayBuffer(NStepReplayBuffer):
             given["timeouts"] = np.array([info.get("TimeLimit.truncated", False) for info in infos])
         for name, x in given.items():
             row = getattr(self, name)[self.pos]
-            row.copy_(torch.as_tensor(x).reshape(row.shape))
+            row.copy_(as_tensor(x).reshape(row.shape))
         self.pos += 1
         if self.pos == self.buffer_size:
             self.full, self.pos = True, 0

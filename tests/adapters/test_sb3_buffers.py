@@ -5,6 +5,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+import warnings
 
 import gymnasium
 import numpy as np
@@ -262,9 +263,13 @@ def test_where_tensors_live_and_what_attributes_give(device):
         assert type(ours) is np.ndarray
         with pytest.raises(ValueError, match="read-only"):
             ours[0] = 1  # it would be lost
-    rewards = buffer.rewards + 1
-    buffer.rewards = rewards
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer.rewards = buffer.rewards
+        rewards = buffer.rewards + 1
+        buffer.rewards = rewards.astype(np.float64)
     assert np.array_equal(buffer.rewards, rewards)
+    assert buffer.tensors["rewards"].dtype is torch.float32
     assert buffer.tensors["rewards"].device.type == device
     with pytest.raises(AttributeError, match="no attribute 'reward'"):
         buffer.reward  # noqa: B018
