@@ -25,6 +25,7 @@ TOO_SHORT = "a rollout so short that Stable-Baselines3's loop is faster"
 _ARRAYS = ("rewards", "values", "episode_starts", "advantages")
 _CPU = torch.device("cpu")
 _NUMBERS = (float, int)
+_NARROW = (np.float32, np.float16)  # of which 1.0 - dones is not float64
 _REFUSALS = (TypeError, ValueError, torch.OutOfMemoryError)
 _staging_lock = threading.Lock()
 
@@ -73,7 +74,7 @@ def serve(buffer: Any, last_values: Any, dones: Any, device: torch.device, body:
     try:
         if not on_cpu:
             _compute_on(device, buffer, edge, dones, returns)
-        elif body.carries_float64 and dones.dtype.kind != "f":
+        elif body.carries_float64 and dones.dtype not in _NARROW:
             _compute_float64(buffer, edge, dones, returns)
         else:
             _compute(buffer, edge, dones, returns)

@@ -126,7 +126,7 @@ class BeforeVersion24(RolloutBuffer):
         self.returns = self.advantages + self.values
 
 
-@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.int64, np.float32])
+@pytest.mark.parametrize("dtype", [np.bool_, np.int64, np.float16, np.float32, np.float64])
 @pytest.mark.parametrize(("n_steps", "n_envs", "ends"), [(1, 3, 0.5), (40, 7, 0.1), (600, 3, 0.0), (600, 1, 0.01)])
 def test_the_body_before_version_24_to_the_bit(dtype, n_steps, n_envs, ends, monkeypatch):
     monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", BeforeVersion24)
