@@ -64,11 +64,11 @@ def make(algorithm, dictionary=False, *, n_envs=3, **options):
     env = DummyVecEnv([lambda i=i: World(dictionary, i) for i in range(n_envs)])
     recurrent = algorithm is contrib.RecurrentPPO
     policy = ("MultiInput" if dictionary else "Mlp") + ("LstmPolicy" if recurrent else "Policy")
-    if algorithm in (A2C,):
-        options.setdefault("n_steps", 12)
     given = {"n_steps": 12, "seed": 5, "device": "cpu"}
     if algorithm is not A2C:
         given["batch_size"] = 12
+    if "PPO" in algorithm.__name__:
+        given["n_epochs"] = 2
     buffer_class = options.pop("buffer_class", None)
     if buffer_class is not None and not recurrent:
         options["rollout_buffer_class"] = buffer_class
