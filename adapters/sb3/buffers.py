@@ -290,6 +290,10 @@ class ExtraHeads:
         self.heads = tuple(heads)
         self.head_gammas, self.head_lambdas = head_gammas, head_lambdas
         super().__init__(*args, **kwargs)
+        if hasattr(self, "hidden_state_shape"):
+            raise TypeError(
+                "ExtraHeads: a recurrent buffer pads its minibatches to sequences, which the heads' are not"
+            )
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]

@@ -492,6 +492,13 @@ def test_bad_heads(options, error):
         filled(HeadedBuffer, **options)
 
 
+def test_recurrent_buffers_have_no_heads():
+    for base in (RecurrentRolloutBuffer, contrib_buffers.TensorRecurrentRolloutBuffer):
+        headed = type("Headed", (buffers.ExtraHeads, base), {})
+        with pytest.raises(TypeError, match="ExtraHeads: a recurrent buffer pads its minibatches"):
+            headed(STEPS, SPACES["Box"], ACTIONS["Box"], (STEPS, 2, ENVS, 5), device="cpu", n_envs=ENVS, heads=("a",))
+
+
 def test_heads_must_be_named():
     buffer = filled(HeadedBuffer, **HEADS)
     with pytest.raises(ValueError, match="add_heads: values must name"):
