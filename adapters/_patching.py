@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ class Patch(Entry):
     bound method that somebody took while the patch was on goes back to the framework's function when it is off.
     """
 
-    def __init__(self, owner: type, name: str, serve: Callable[..., str | None]) -> None:
-        super().__init__(f"{owner.__module__}.{owner.__qualname__}.{name}")
+    def __init__(self, owner: type | ModuleType, name: str, serve: Callable[..., Any]) -> None:
+        super().__init__(f"{_dotted(owner)}.{name}")
         self.owner, self.name, self.serve = owner, name, serve
         self.installed: Any = None
         self.original: Any = None
@@ -187,6 +188,10 @@ class Hook(Patch):
 
         setattr(dispatcher, MARK, self.label)
         return dispatcher
+
+
+def _dotted(owner: type | ModuleType) -> str:
+    return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
 
 
 def status() -> dict[str, dict[str, Any]]:

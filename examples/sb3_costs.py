@@ -68,7 +68,17 @@ def filled(n_steps: int, n_envs: int) -> tuple[RolloutBuffer, torch.Tensor, np.n
 
 def call(args: Args) -> None:
     rows("One call of `compute_returns_and_advantage`", "n_steps x n_envs", "stock", "patched", "ratio", "")
-    for n_steps, n_envs in [(5, 16), (16, 16), (128, 8), (2048, 1), (2048, 8), (2048, 64), (128, 1024), (16, 4096)]:
+    for n_steps, n_envs in [
+        (2, 16),
+        (5, 16),
+        (16, 16),
+        (128, 8),
+        (2048, 1),
+        (2048, 8),
+        (2048, 64),
+        (128, 1024),
+        (16, 4096),
+    ]:
         buffer, *edge = filled(n_steps, n_envs)
         stock = shortest(lambda: STOCK(buffer, *edge), args.repeats)  # noqa: B023
         with sb3.patched():

@@ -12,10 +12,10 @@ import torch
 import rl_triton as rlt
 from rl_triton.adapters.sb3._screen import CLEAN, FLAGS, screen
 
-SHORT = 9
+SHORT = 5
 """Rollouts of fewer steps are left to Stable-Baselines3 if they are also small: its loop costs about 4 us a step, our
-call about 40 us however short. 0 serves all."""
-SMALL = 32768
+call 24 us however short. 0 serves all."""
+SMALL = 65536
 """Elements, steps times environments, from which on a short rollout is served all the same."""
 
 FINITE = "rewards, values or last_values that are not finite"

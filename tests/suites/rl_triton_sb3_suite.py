@@ -64,6 +64,7 @@ class Record:
         self.failed: list[str] = []
         self.files: dict[str, Counter[str]] = {}
         self.served_before = 0
+        self.adapter = _digest()
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         options = [
@@ -128,7 +129,7 @@ class Record:
             "other_patches": {name: counts for name, counts in status().items() if name != GAE},
             "files": {name: dict(sorted(counts.items())) for name, counts in sorted(self.files.items())},
             "versions": {"python": platform.python_version(), **versions},
-            "adapter": _digest(),
+            "adapter": self.adapter,
         }
 
     @pytest.hookimpl(trylast=True)
