@@ -34,7 +34,7 @@ Part = Literal["call", "share", "terminal", "recompute", "transfer"]
 class Args:
     parts: tuple[Part, ...] = ("call", "share", "terminal", "recompute")
     """"transfer" needs a CUDA device and shows from which size on `device="cuda"` pays"""
-    repeats: int = 30
+    repeats: int = 200
 
 
 def shortest(call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.thread_time) -> float:
@@ -175,7 +175,7 @@ def terminal(args: Args) -> None:
         model = PPO("MlpPolicy", FreeEnvs(n_envs, 200, together), n_steps=n_steps, batch_size=n_envs, device="cpu")
         _, callback = model._setup_learn(n_envs * n_steps)
         best = dict.fromkeys(("single", "batched"), float("inf"))
-        for _ in range(args.repeats):
+        for _ in range(args.repeats // 5 + 1):
             for values in best:  # in turn, so that both see the same machine
                 with sb3.patched(terminal_values=values):
                     start = time.thread_time()
