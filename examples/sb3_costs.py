@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,13 +39,17 @@ class Args:
 
 def shortest(call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.thread_time) -> float:
     """Microseconds of the fastest of some calls, in time of this thread: what else runs there only adds to it."""
-    call()
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(repeats + 1):  # the first may compile
         start = clock()
         call()
         best = min(best, clock() - start)
     return best * 1e6
+
+
+def in_turn(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """`shortest` of each, one after the other and again, so that all see the same machine."""
+    return [min(times) for times in zip(*([shortest(call, 1) for call in calls] for _ in range(repeats)), strict=True)]
 
 
 def rows(title: str, *columns: str) -> None:
@@ -174,15 +178,14 @@ def terminal(args: Args) -> None:
     for n_envs, n_steps, together in [(64, 200, True), (1024, 16, False), (4096, 16, False)]:
         model = PPO("MlpPolicy", FreeEnvs(n_envs, 200, together), n_steps=n_steps, batch_size=n_envs, device="cpu")
         _, callback = model._setup_learn(n_envs * n_steps)
-        best = dict.fromkeys(("single", "batched"), float("inf"))
-        for _ in range(args.repeats // 5 + 1):
-            for values in best:  # in turn, so that both see the same machine
-                with sb3.patched(terminal_values=values):
-                    start = time.thread_time()
-                    model.collect_rollouts(model.env, callback, model.rollout_buffer, n_steps)
-                    best[values] = min(best[values], time.thread_time() - start)
-        saved = 100 * (1 - best["batched"] / best["single"])
-        times = [f"{1e3 * seconds:.1f} ms" for seconds in best.values()]
+
+        def collect(values: str) -> None:
+            with sb3.patched(terminal_values=values):
+                model.collect_rollouts(model.env, callback, model.rollout_buffer, n_steps)  # noqa: B023
+
+        single, batched = in_turn([lambda: collect("single"), lambda: collect("batched")], args.repeats // 5 + 1)
+        saved = 100 * (1 - batched / single)
+        times = [f"{microseconds / 1e3:.1f} ms" for microseconds in (single, batched)]
         final = n_envs * n_steps // 200
         row(f"{n_envs} x {n_steps}", "together" if together else "apart", f"about {final}", *times, f"{saved:.0f} %")
 
@@ -194,12 +197,17 @@ def recompute(args: Args) -> None:
         _, callback = model._setup_learn(n_envs * n_steps)
         model.collect_rollouts(model.env, callback, model.rollout_buffer, n_steps)
         observations = torch.from_numpy(model.rollout_buffer.observations.reshape(-1, 8))
-        with torch.no_grad():
-            critic = shortest(lambda: model.policy.predict_values(observations), args.repeats)  # noqa: B023
-        stock = shortest(lambda: sb3.recompute_advantages(model), args.repeats)  # noqa: B023
-        with sb3.patched():
-            ours = shortest(lambda: sb3.recompute_advantages(model), args.repeats)  # noqa: B023
-        row(f"{n_steps} x {n_envs}", *(f"{x / 1e3:.2f} ms" for x in (stock, ours, critic)))
+
+        def critic() -> None:
+            with torch.no_grad():
+                model.policy.predict_values(observations)  # noqa: B023
+
+        def patched() -> None:
+            with sb3.patched():
+                sb3.recompute_advantages(model)  # noqa: B023
+
+        times = in_turn([lambda: sb3.recompute_advantages(model), patched, critic], args.repeats)  # noqa: B023
+        row(f"{n_steps} x {n_envs}", *(f"{x / 1e3:.2f} ms" for x in times))
 
 
 def transfer(args: Args) -> None:
