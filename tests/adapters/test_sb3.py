@@ -3,9 +3,8 @@
 SB3's own tests use one or two environments and miss a transposed axis; these use several, with episode ends everywhere.
 """
 
-import pickle
 import threading
-import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,52 +14,21 @@ from hypothesis import strategies as st
 
 pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not installed")
 
-import gymnasium
-from stable_baselines3 import A2C, PPO
+from sb3_rollouts import NAME, STOCK, both, counts, make_buffer, same_bits
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
 from rl_triton.adapters import sb3, status
+from rl_triton.adapters.sb3 import _compute
 
-NAME = "stable_baselines3.common.buffers.RolloutBuffer.compute_returns_and_advantage"
-STOCK = RolloutBuffer.compute_returns_and_advantage
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_only)]
-BOX = gymnasium.spaces.Box(-1, 1, (1,))
 
 
 @pytest.fixture(autouse=True)
-def stock_afterwards():
+def all_served_and_stock_afterwards(monkeypatch):
+    monkeypatch.setattr(_compute, "SHORT", 0)
     yield
     sb3.unpatch()
     assert RolloutBuffer.compute_returns_and_advantage is STOCK
-
-
-def counts():
-    entry = status().get(NAME, {"served": 0, "fallen_back": {}})
-    return entry["served"], sum(entry["fallen_back"].values())
-
-
-def make_buffer(n_steps, n_envs, *, ends=0.2, seed=0, gamma=0.99, gae_lambda=0.95, buffer_class=RolloutBuffer):
-    rng = np.random.default_rng(seed)
-    buffer = buffer_class(n_steps, BOX, BOX, gae_lambda=gae_lambda, gamma=gamma, n_envs=n_envs)
-    buffer.rewards[...] = rng.normal(size=(n_steps, n_envs))
-    buffer.values[...] = rng.normal(size=(n_steps, n_envs))
-    buffer.episode_starts[...] = rng.random((n_steps, n_envs)) < ends
-    last_values = torch.from_numpy(rng.normal(size=(n_envs, 1)).astype(np.float32))
-    return buffer, last_values, rng.random(n_envs) < ends
-
-
-def both(arguments, **options):
-    """(stock, ours): the buffers after the call, from equal inputs."""
-    stock, last_values, dones = arguments()
-    STOCK(stock, last_values, dones)
-    ours, last_values, dones = arguments()
-    with sb3.patched(**options):
-        ours.compute_returns_and_advantage(last_values, dones)
-    return stock, ours
-
-
-def same_bits(a, b):
-    return a.dtype == b.dtype == np.float32 and a.shape == b.shape and (a.view(np.int32) == b.view(np.int32)).all()
 
 
 @settings(max_examples=200)
@@ -93,14 +61,246 @@ def test_parity_on_any_device(device, n_steps, n_envs):
     assert counts() == (before[0] + 1, before[1])
 
 
-def test_a_transposed_axis_would_show():
-    """The check above is not blind to a mix-up of environments or axes."""
-    stock, _ = both(lambda: make_buffer(16, 16))
-    buffer, last_values, dones = make_buffer(16, 16)
-    for name in ("rewards", "values", "episode_starts"):
-        setattr(buffer, name, np.ascontiguousarray(getattr(buffer, name).T))
-    STOCK(buffer, last_values, dones)
-    assert not np.allclose(stock.advantages, buffer.advantages.T)
+def wrong(change):
+    """A mutant of the call that is served."""
+
+    def mutant(buffer, rewards, values, starts, last_values, last_done, **options):
+        arrays = change(rewards, values, starts, last_values, last_done)
+        return GAE(buffer, *arrays, **options)
+
+    return mutant
+
+
+GAE = _compute._gae
+
+
+def with_axes_swapped(buffer, *arrays, out):
+    rewards, values, starts, last_values, last_done = arrays
+    n = len(rewards)
+    edges = torch.zeros(n), torch.zeros(n, dtype=torch.bool)
+    results = GAE(buffer, *(x.T.contiguous() for x in (rewards, values, starts)), *edges)
+    for target, x in zip(out, results, strict=True):
+        target.copy_(x.T)
+
+
+MUTANTS = {
+    "time and environment axes swapped": with_axes_swapped,
+    "environments rolled": wrong(lambda r, v, s, last, done: (r, v.roll(1, 1), s, last, done)),
+    "flags of another environment": wrong(lambda r, v, s, last, done: (r, v, s.roll(1, 1), last, done)),
+    "last_values of another environment": wrong(lambda r, v, s, last, done: (r, v, s, last.roll(1), done)),
+    "last_values zeroed": wrong(lambda r, v, s, last, done: (r, v, s, last * 0, done)),
+    "last dones ignored": wrong(lambda r, v, s, last, done: (r, v, s, last, torch.zeros_like(done))),
+    "last step always terminal": wrong(lambda r, v, s, last, done: (r, v, s, last, torch.ones_like(done))),
+    "episode starts shifted": wrong(lambda r, v, s, last, done: (r, v, s.roll(1, 0), last, done)),
+    "episode starts ignored": wrong(lambda r, v, s, last, done: (r, v, s * 0, last, done)),
+    "lambda ignored": lambda buffer, *arrays, out: GAE(buffer, *arrays, lambda_=1.0, out=out),
+    "returns without values": lambda buffer, *arrays, out: out[1].copy_(GAE(buffer, *arrays, out=out)[0]),
+}
+
+
+def differential_check():
+    """What test_same_bits_on_the_cpu asserts, on one buffer."""
+    stock, ours = both(lambda: make_buffer(16, 16, seed=5))
+    return same_bits(stock.advantages, ours.advantages) and same_bits(stock.returns, ours.returns)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_differential_check_catches(name, monkeypatch):
+    assert differential_check()
+    monkeypatch.setattr(_compute, "_gae", MUTANTS[name])
+    before = counts()
+    assert not differential_check()
+    assert counts()[0] == before[0] + 1  # it was the mutant that was compared
+
+
+class BeforeVersion24(RolloutBuffer):
+    """The recurrence as Stable-Baselines3 computed it up to 2.3: not(done) in float64, if dones are bool or integer."""
+
+    def compute_returns_and_advantage(self, last_values, dones):
+        following, not_done, advantage = last_values.numpy().flatten(), 1.0 - dones, 0
+        for t in range(self.buffer_size - 1, -1, -1):
+            delta = self.rewards[t] + self.gamma * following * not_done - self.values[t]
+            advantage = delta + self.gamma * self.gae_lambda * not_done * advantage
+            self.advantages[t] = advantage
+            following, not_done = self.values[t], 1.0 - self.episode_starts[t]
+        self.returns = self.advantages + self.values
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int64, np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(("n_steps", "n_envs", "ends"), [(1, 3, 0.5), (40, 7, 0.1), (600, 3, 0.0), (600, 1, 0.01)])
+def test_the_body_before_version_24_to_the_bit(dtype, n_steps, n_envs, ends, monkeypatch):
+    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", BeforeVersion24)
+    original = BeforeVersion24.compute_returns_and_advantage
+
+    def arguments():
+        buffer, last_values, dones = make_buffer(n_steps, n_envs, ends=ends, buffer_class=BeforeVersion24)
+        return buffer, last_values, dones.astype(dtype)
+
+    name = f"{__name__}.BeforeVersion24.compute_returns_and_advantage"
+    before = counts(name)
+    stock, ours = both(arguments, original)
+    assert same_bits(stock.advantages, ours.advantages)
+    assert same_bits(stock.returns, ours.returns)
+    assert counts(name) == (before[0] + 1, before[1])
+    assert BeforeVersion24.compute_returns_and_advantage is original
+
+
+def with_another_edge(change):
+    right = _compute._compute_float64
+    return (
+        _compute,
+        "_compute_float64",
+        lambda buffer, *edge_and_returns: right(buffer, *change(*edge_and_returns[:2]), edge_and_returns[2]),
+    )
+
+
+def with_another_scan(change):
+    right = _compute.rlt.affine_scan
+    return _compute.rlt, "affine_scan", lambda alpha, beta, time_dim: right(*change(alpha, beta), time_dim=time_dim)
+
+
+MUTANTS_BEFORE_24 = {
+    "last_values zeroed": with_another_edge(lambda last, dones: (last * 0, dones)),
+    "last dones ignored": with_another_edge(lambda last, dones: (last, np.zeros_like(dones))),
+    "last_values of another environment": with_another_edge(lambda last, dones: (np.roll(last, 1), dones)),
+    "environments rolled": with_another_scan(lambda alpha, beta: (alpha.roll(1, 1), beta)),
+    "flags of another environment": with_another_scan(lambda alpha, beta: (alpha, beta.roll(1, 1))),
+    "flags shifted": with_another_scan(lambda alpha, beta: (alpha, beta.roll(1, 0))),
+    "axes swapped": with_another_scan(lambda alpha, beta: (alpha.T, beta.T)),
+    "float32 carry": with_another_scan(lambda alpha, beta: (alpha.float(), beta.float())),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS_BEFORE_24)
+def test_the_differential_check_catches_before_version_24(name, monkeypatch):
+    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", BeforeVersion24)
+    original = BeforeVersion24.compute_returns_and_advantage
+
+    def check():
+        stock, ours = both(lambda: make_buffer(16, 16, seed=5, buffer_class=BeforeVersion24), original)
+        return same_bits(stock.advantages, ours.advantages)
+
+    assert check()
+    monkeypatch.setattr(*MUTANTS_BEFORE_24[name])
+    assert not check()
+
+
+def test_the_two_bodies_differ():
+    """So that the two tests above are not one."""
+    buffers = []
+    for buffer_class in (RolloutBuffer, BeforeVersion24):
+        buffer, last_values, dones = make_buffer(600, 3, ends=0.0, buffer_class=buffer_class)
+        buffer_class.__dict__["compute_returns_and_advantage"](buffer, last_values, dones)
+        buffers.append(buffer)
+    assert not same_bits(buffers[0].advantages, buffers[1].advantages)
+    np.testing.assert_allclose(buffers[0].advantages, buffers[1].advantages, atol=1e-4)
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 2**31))
+def test_zeros_may_differ_in_their_sign_and_in_nothing_else(seed):
+    def arguments():
+        rng = np.random.default_rng(seed)
+        buffer, last_values, dones = make_buffer(9, 5, ends=0.5, seed=seed)
+        for x in (buffer.rewards, buffer.values):
+            x[...] = rng.choice(np.float32([-0.0, 0.0, 1.0, -1.0]), size=x.shape)
+        return buffer, last_values * 0, dones
+
+    stock, ours = both(arguments)
+    np.testing.assert_array_equal(stock.advantages, ours.advantages)
+    np.testing.assert_array_equal(stock.returns, ours.returns)
+
+
+def test_short_rollouts_are_left_to_stock(monkeypatch):
+    """Below a measured number of steps its loop is faster; it says so."""
+    monkeypatch.undo()
+    assert _compute.SHORT > 1
+    for n_steps, n_envs, served in [
+        (_compute.SHORT - 1, 2, False),
+        (_compute.SHORT, 2, True),
+        (1, _compute.SMALL - 1, False),
+        (1, _compute.SMALL, True),
+    ]:
+        before = status().get(NAME, {"fallen_back": {}})["fallen_back"].get(_compute.TOO_SHORT, 0)
+        count = counts()[0]
+        stock, ours = both(lambda: make_buffer(n_steps, n_envs))  # noqa: B023
+        assert same_bits(stock.advantages, ours.advantages)
+        assert counts()[0] - count == served
+        assert status()[NAME]["fallen_back"].get(_compute.TOO_SHORT, 0) - before == (not served)
+
+
+def test_an_object_with_no_more_than_the_method_reads():
+    def arguments():
+        buffer, last_values, dones = make_buffer(20, 5)
+        names = ("buffer_size", "rewards", "values", "episode_starts", "advantages", "gamma", "gae_lambda")
+        return SimpleNamespace(**{name: getattr(buffer, name) for name in names}), last_values, dones
+
+    stock, ours = arguments(), arguments()
+    STOCK(*stock)
+    before = counts()
+    with sb3.patched():
+        RolloutBuffer.compute_returns_and_advantage(*ours)
+    assert same_bits(stock[0].advantages, ours[0].advantages)
+    assert counts() == (before[0], before[1] + 1)
+
+
+def test_staging_for_a_device():
+    """What a CUDA device is given and gives back, with the host in its place."""
+    stock, last_values, dones = make_buffer(40, 6)
+    STOCK(stock, last_values, dones)
+    for _ in range(2):  # the second time in memory that was used before
+        buffer, last_values, dones = make_buffer(40, 6)
+        returns = np.empty_like(buffer.returns)
+        _compute._compute_on(torch.device("cpu"), buffer, last_values.numpy().reshape(-1), dones, returns)
+        assert same_bits(stock.advantages, buffer.advantages)
+        assert same_bits(stock.returns, returns)
+
+
+def in_tensors(device):
+    def arguments():
+        buffer, last_values, dones = make_buffer(20, 5)
+        for name in ("rewards", "values", "episode_starts", "advantages"):
+            setattr(buffer, name, torch.from_numpy(getattr(buffer, name)).to(device))
+        return buffer, last_values.to(device), dones
+
+    return arguments
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
+@pytest.mark.parametrize("device", DEVICES)
+def test_buffers_of_tensors(device):
+    stock, last_values, dones = in_tensors("cpu")()  # Stable-Baselines3 computes these, on the host
+    STOCK(stock, last_values, dones)
+    buffer, last_values, dones = in_tensors(device)()
+    before = counts()
+    with sb3.patched():
+        buffer.compute_returns_and_advantage(last_values, dones)
+    assert counts() == (before[0] + 1, before[1])
+    assert buffer.returns.device.type == device
+    for name in ("advantages", "returns"):
+        theirs, ours = getattr(stock, name).numpy(), getattr(buffer, name).cpu().numpy()
+        assert same_bits(theirs, ours) if device == "cpu" else np.allclose(theirs, ours, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("reason", "changed"),
+    [
+        ("rewards is not float32", lambda b, last, dones: setattr(b, "rewards", b.rewards.double())),
+        ("flags other than 0 and 1", lambda b, last, dones: b.episode_starts.mul_(0.5)),
+        ("rewards, values or last_values that are not finite", lambda b, last, dones: b.rewards[3].fill_(float("nan"))),
+    ],
+)
+def test_tensors_fall_back_too(reason, changed):
+    def arguments():
+        given = in_tensors("cpu")()
+        changed(*given)
+        return given
+
+    before = status()[NAME]["fallen_back"].get(reason, 0) if NAME in status() else 0
+    stock, ours = both(arguments)
+    assert status()[NAME]["fallen_back"][reason] == before + 1
+    np.testing.assert_array_equal(np.asarray(stock.advantages), np.asarray(ours.advantages))
 
 
 @pytest.mark.parametrize("layout", ["fortran", "strided"])
@@ -360,6 +560,25 @@ def test_unknown_device():
         sb3.patch(device="meta")
 
 
+def test_a_device_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"sb3\.patch: torch sees no CUDA device here, got device='cuda:1'; pass 'cpu'"
+    ):
+        sb3.patch(device="cuda:1")
+    assert not sb3.is_patched()
+
+
+def test_cuda_does_not_survive_a_fork(monkeypatch):
+    """A forked child computes on the host."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    before = counts()
+    stock, ours = both(lambda: make_buffer(20, 5), device="cuda")
+    assert same_bits(stock.advantages, ours.advantages)
+    assert counts() == (before[0] + 1, before[1])
+
+
 def test_a_body_that_computes_something_else_is_refused(monkeypatch):
     class Other(RolloutBuffer):
         def compute_returns_and_advantage(self, last_values, dones):
@@ -372,61 +591,15 @@ def test_a_body_that_computes_something_else_is_refused(monkeypatch):
 
 
 def test_a_body_that_rounds_otherwise_is_served_with_a_warning(monkeypatch):
-    class Old(RolloutBuffer):  # before 2.4: the carry is float64
+    class Other(RolloutBuffer):
         def compute_returns_and_advantage(self, last_values, dones):
             super().compute_returns_and_advantage(last_values, dones)
             self.advantages *= np.float32(1 + 1e-6)
 
-    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", Old)
+    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", Other)
     try:
-        with pytest.warns(UserWarning, match="rounds its advantages otherwise"):
+        with pytest.warns(UserWarning, match="rounds its advantages in a way that rl_triton does not know"):
             sb3.patch()
         assert sb3.is_patched()
     finally:
         sb3.unpatch()
-
-
-# ------------------------------------------------------------------------------------------------------- whole runs
-
-
-def learned(algorithm, patched, **options):
-    import contextlib
-
-    with sb3.patched() if patched else contextlib.nullcontext():
-        model = algorithm("MlpPolicy", "CartPole-v1", seed=3, device="cpu", **options)
-        model.learn(2 * model.n_steps)
-    return model
-
-
-@pytest.mark.parametrize(("algorithm", "options"), [(PPO, {"n_steps": 256}), (A2C, {"n_steps": 64})])
-def test_same_seed_same_parameters(algorithm, options):
-    before = counts()
-    ours = learned(algorithm, True, **options)
-    assert counts() == (before[0] + 2, before[1])
-    stock = learned(algorithm, False, **options)
-    for name, x in stock.policy.state_dict().items():
-        assert torch.equal(x, ours.policy.state_dict()[name]), name
-
-
-def test_save_and_load_know_nothing_of_the_patch(tmp_path):
-    with sb3.patched():
-        model = learned(PPO, True, n_steps=64)
-        model.save(tmp_path / "patched")
-        model.save(tmp_path / "with_buffer", include=["rollout_buffer"])
-        pickled = pickle.dumps(model.rollout_buffer)
-    for name in ("patched.zip", "with_buffer.zip"):
-        assert b"rl_triton" not in (tmp_path / name).read_bytes()
-    assert b"rl_triton" not in pickled
-    loaded = PPO.load(tmp_path / "patched", env=model.get_env(), device="cpu")
-    loaded.learn(64)
-    with sb3.patched():
-        before = counts()
-        PPO.load(tmp_path / "with_buffer", env=model.get_env(), device="cpu").learn(64)
-        assert counts()[0] == before[0] + 1
-
-
-def test_importing_and_patching_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sb3.patch()
-        make_and_compute()
