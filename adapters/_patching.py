@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 MARK = "_rl_triton_patch"
@@ -24,9 +25,9 @@ class Patch:
     bound method that somebody took while the patch was on goes back to the framework's function when it is off.
     """
 
-    def __init__(self, owner: type, name: str, serve: Callable[..., str | None]) -> None:
+    def __init__(self, owner: type | ModuleType, name: str, serve: Callable[..., Any]) -> None:
         self.owner, self.name, self.serve = owner, name, serve
-        self.label = f"{owner.__module__}.{owner.__qualname__}.{name}"
+        self.label = f"{_dotted(owner)}.{name}"
         self.served = 0
         self.fallen_back: Counter[str] = Counter()
         self.installed: Any = None
@@ -118,6 +119,10 @@ class Patch:
             with _lock:
                 self.depth -= 1
                 self.undo()
+
+
+def _dotted(owner: type | ModuleType) -> str:
+    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
 
 
 def status() -> dict[str, dict[str, Any]]:

@@ -1,0 +1,59 @@
+"""`Patch` for functions that the modules of a framework bind by name and whose results are returned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl_triton.adapters._patching import MARK, Patch, _lock
+
+TRACED = "torch.compile traces the framework's own code (counted once a trace)"
+
+
+class NotServedError(Exception):
+    """The reason why a call goes to the framework's own function."""
+
+
+class FunctionPatch(Patch):
+    """A function in the namespace of one module. `serve(*args, **kwargs)` returns the result that the framework's
+    function would, or raises `NotServedError`.
+
+    A module that did `from elsewhere import function` has a binding, and a patch, of its own: what its code calls is
+    looked up in its own namespace, whatever becomes of the module that the function came from.
+    """
+
+    def _dispatcher(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def dispatcher(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                _note_trace(self)
+                return original(*args, **kwargs)
+            if not self.wanted:
+                return original(*args, **kwargs)
+            try:
+                result = self.serve(*args, **kwargs)
+            except NotServedError as reason:
+                self._fell_back(str(reason))
+                return original(*args, **kwargs)
+            with _lock:
+                self.served += 1
+            return result
+
+        setattr(dispatcher, MARK, self.label)
+        # Pickled by reference: the binding under this name is this function and no other.
+        dispatcher.__module__ = self.owner.__name__
+        return dispatcher
+
+    def _fell_back(self, reason: str) -> None:
+        with _lock:
+            self.fallen_back[reason] += 1
+
+
+@torch.compiler.assume_constant_result
+def _note_trace(patch: FunctionPatch) -> None:
+    """Dynamo runs this while it traces and keeps the result, None, in place of the call."""
+    if patch.wanted:
+        patch._fell_back(TRACED)
