@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from rl_triton.adapters._patching import MARK, Patch, _lock
 
 TRACED = "torch.compile traces the framework's own code (counted once a trace)"
+
+MISFIT = "arguments that do not fit the signature"
 
 
 class NotServedError(Exception):
@@ -38,6 +41,11 @@ class FunctionPatch(Patch):
             except NotServedError as reason:
                 self._fell_back(str(reason))
                 return original(*args, **kwargs)
+            except TypeError:
+                if _fits(original, args, kwargs):
+                    raise
+                self._fell_back(MISFIT)
+                return original(*args, **kwargs)
             with _lock:
                 self.served += 1
             return result
@@ -50,6 +58,14 @@ class FunctionPatch(Patch):
     def _fell_back(self, reason: str) -> None:
         with _lock:
             self.fallen_back[reason] += 1
+
+
+def _fits(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 @torch.compiler.assume_constant_result
