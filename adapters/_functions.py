@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from rl_triton.adapters._patching import MARK, Patch, _lock
+from rl_triton.adapters._patching import MARK, Patch
+
+# Whether the library's operations are operators of PyTorch, which compilers, transforms and modes can follow.
+TRACEABLE = hasattr(torch.ops.rl_triton, "gae")
 
 TRACED = "torch.compile traces the framework's own code (counted once a trace)"
-
 MISFIT = "arguments that do not fit the signature"
 
 
@@ -26,28 +28,29 @@ class FunctionPatch(Patch):
 
     A module that did `from elsewhere import function` has a binding, and a patch, of its own: what its code calls is
     looked up in its own namespace, whatever becomes of the module that the function came from.
+
+    While torch.compile traces, it follows the code of `serve` if it can follow the library, and leaves a graph that
+    counts nothing; else the framework's own function is traced, and each trace is counted.
     """
 
     def _dispatcher(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def dispatcher(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
-                _note_trace(self)
-                return original(*args, **kwargs)
+                return self._traced(original, args, kwargs)
             if not self.wanted:
                 return original(*args, **kwargs)
             try:
                 result = self.serve(*args, **kwargs)
             except NotServedError as reason:
-                self._fell_back(str(reason))
+                self.count(str(reason))
                 return original(*args, **kwargs)
             except TypeError:
                 if _fits(original, args, kwargs):
                     raise
-                self._fell_back(MISFIT)
+                self.count(MISFIT)
                 return original(*args, **kwargs)
-            with _lock:
-                self.served += 1
+            self.count(None)
             return result
 
         setattr(dispatcher, MARK, self.label)
@@ -55,9 +58,14 @@ class FunctionPatch(Patch):
         dispatcher.__module__ = self.owner.__name__
         return dispatcher
 
-    def _fell_back(self, reason: str) -> None:
-        with _lock:
-            self.fallen_back[reason] += 1
+    def _traced(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if TRACEABLE and self.wanted:
+            try:
+                return self.serve(*args, **kwargs)
+            except NotServedError:
+                return original(*args, **kwargs)
+        _note_trace(self)
+        return original(*args, **kwargs)
 
 
 def _fits(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -70,6 +78,6 @@ def _fits(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 @torch.compiler.assume_constant_result
 def _note_trace(patch: FunctionPatch) -> None:
-    """Dynamo runs this while it traces and keeps the result, None, in place of the call."""
+    """Dynamo runs this while it traces, and puts its result, None, in place of the call."""
     if patch.wanted:
-        patch._fell_back(TRACED)
+        patch.count(TRACED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import warnings
 from collections import Counter
@@ -11,13 +12,52 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
+
 MARK = "_rl_triton_patch"
 
 _lock = threading.RLock()
-_patches: dict[str, Patch] = {}
+_entries: list[Entry] = []
 
 
-class Patch:
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread may have held it when this process was forked
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def locked() -> contextlib.AbstractContextManager[Any]:
+    """The lock under which adapters change what is patched: `with locked():`."""
+    return _lock
+
+
+class Entry:
+    """What `status()` reports under one label: calls served, and calls handed to the framework, by reason."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.served = 0
+        self.fallen_back: Counter[str] = Counter()
+        with _lock:
+            _entries.append(self)
+
+    @property
+    def active(self) -> bool:
+        return True
+
+    def count(self, reason: str | None) -> None:
+        """One call: served if `reason` is None."""
+        with _lock:
+            if reason is None:
+                self.served += 1
+            else:
+                self.fallen_back[reason] += 1
+
+
+class Patch(Entry):
     """One attribute of a framework, replaced by a dispatcher while anybody wants it.
 
     The dispatcher asks `serve(*args, **kwargs)` first. That returns None when it did the work, or the reason why it
@@ -26,15 +66,12 @@ class Patch:
     """
 
     def __init__(self, owner: type | ModuleType, name: str, serve: Callable[..., Any]) -> None:
+        super().__init__(f"{_dotted(owner)}.{name}")
         self.owner, self.name, self.serve = owner, name, serve
-        self.label = f"{_dotted(owner)}.{name}"
-        self.served = 0
-        self.fallen_back: Counter[str] = Counter()
         self.installed: Any = None
         self.original: Any = None
         self.persistent = False
         self.depth = 0
-        _patches[self.label] = self
 
     @property
     def wanted(self) -> bool:
@@ -43,15 +80,25 @@ class Patch:
     @property
     def active(self) -> bool:
         """The dispatcher is in place (or under somebody's later wrapper) and serves."""
-        return self.wanted and self.installed is not None
+        return self.wanted and self.in_place
+
+    @property
+    def in_place(self) -> bool:
+        return self.installed is not None and self._stands_on(self.owner.__dict__[self.name], self.installed)
 
     def apply(self) -> None:
         """Install the dispatcher, once however often it is asked for."""
         with _lock:
             current = self.owner.__dict__[self.name]
-            if self.installed is not None and self._stands_on(current, self.installed):
+            if self.in_place:
                 return
-            if getattr(current, MARK, None) is not None:
+            if self.installed is not None and current is not self.original:
+                warnings.warn(
+                    f"{self.label} was replaced after rl_triton patched it; the replacement is left in place",
+                    stacklevel=4,
+                )
+                return
+            if any(getattr(function, MARK, None) is not None for function in self._chain(current)):
                 raise RuntimeError(f"{self.label} is already patched by another copy of rl_triton; unpatch that one")
             self.original = current
             self.installed = self._dispatcher(current)
@@ -63,34 +110,35 @@ class Patch:
         with _lock:
             if self.wanted or self.installed is None:
                 return
-            if self.owner.__dict__[self.name] is self.installed:
+            current = self.owner.__dict__[self.name]
+            if current is self.installed:
                 setattr(self.owner, self.name, self.original)
+            if current in (self.installed, self.original):
                 self.installed = None
             else:
                 warnings.warn(
                     f"{self.label} was wrapped after rl_triton patched it; the wrapper is left in place and now calls "
                     "the framework's own function",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
 
     @staticmethod
-    def _stands_on(function: Any, dispatcher: Any) -> bool:
+    def _chain(function: Any) -> Iterator[Any]:
         while function is not None:
-            if function is dispatcher:
-                return True
+            yield function
             function = getattr(function, "__wrapped__", None)
-        return False
+
+    @classmethod
+    def _stands_on(cls, function: Any, dispatcher: Any) -> bool:
+        return any(part is dispatcher for part in cls._chain(function))
 
     def _dispatcher(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def dispatcher(*args: Any, **kwargs: Any) -> Any:
-            if self.wanted:
+            # A traced call is the framework's own: what it counts and caches has no place in a graph.
+            if self.wanted and not torch.compiler.is_compiling():
                 reason = self.serve(*args, **kwargs)
-                with _lock:
-                    if reason is None:
-                        self.served += 1
-                    else:
-                        self.fallen_back[reason] += 1
+                self.count(reason)
                 if reason is None:
                     return None
             return original(*args, **kwargs)
@@ -108,31 +156,57 @@ class Patch:
             self.persistent = False
             self.undo()
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def hold(self) -> None:
+        """Want the patch once more; each `hold` needs a `release`."""
         with _lock:
             self.apply()
             self.depth += 1
+
+    def release(self) -> None:
+        with _lock:
+            self.depth -= 1
+            self.undo()
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        self.hold()
         try:
             yield
         finally:
-            with _lock:
-                self.depth -= 1
-                self.undo()
+            self.release()
+
+
+class Hook(Patch):
+    """A method that runs as it is, after `serve(*args, **kwargs)` has seen its arguments and counted what it did."""
+
+    def _dispatcher(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def dispatcher(*args: Any, **kwargs: Any) -> Any:
+            if self.wanted and not torch.compiler.is_compiling():
+                self.serve(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        setattr(dispatcher, MARK, self.label)
+        return dispatcher
 
 
 def _dotted(owner: type | ModuleType) -> str:
-    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
 
 
 def status() -> dict[str, dict[str, Any]]:
     """What is patched and what it did, by the dotted name of the replaced attribute.
 
     Each entry holds `active` (bool), `served` (calls that rl_triton computed) and `fallen_back` (calls handed to the
-    framework's own code, by reason).
+    framework's own code, by reason). Where a module was reloaded, `active` speaks of the class that it has now.
     """
+    report: dict[str, dict[str, Any]] = {}
     with _lock:
-        return {
-            label: {"active": patch.active, "served": patch.served, "fallen_back": dict(patch.fallen_back)}
-            for label, patch in _patches.items()
-        }
+        for entry in _entries:
+            before = report.get(entry.label, {"served": 0, "fallen_back": {}})
+            report[entry.label] = {
+                "active": entry.active,
+                "served": before["served"] + entry.served,
+                "fallen_back": dict(Counter(before["fallen_back"]) + entry.fallen_back),
+            }
+    return report

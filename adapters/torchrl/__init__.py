@@ -60,9 +60,10 @@ _FUNCTIONAL = "torchrl.objectives.value.functional"
 # The modules whose own code calls the functions. The last exists since 0.14.
 _CALLERS = (_FUNCTIONAL, "torchrl.objectives.value.advantages", "torchrl.objectives.dreamer_v3")
 _patches: dict[tuple[str, str], FunctionPatch] = {}
+_fix_vtrace = False
 
 
-def patch() -> None:
+def patch(*, fix_vtrace: bool = False) -> None:
     """Compute TorchRL's advantages and returns with rl_triton, in the whole process.
 
     Replaces, for both families (the Python loops and the vectorised forms), generalized advantages, TD(λ) and TD(1)
@@ -72,12 +73,19 @@ def patch() -> None:
     stays TorchRL's; imported after, it follows the patch. Calling it again patches what was loaded meanwhile. Undo it
     with `unpatch()`, or use `with patched():`.
 
+    Args:
+        fix_vtrace: before 0.14, TorchRL's V-trace advantage at a truncation inside the window looked at the next
+            trajectory. Its numbers are kept unless this is True. The same for every later version.
+
     Raises:
         ImportError: TorchRL is not installed.
         RuntimeError: the installed TorchRL computes something else, or another copy of rl_triton patched it.
     """
-    for existing in _targets():
-        existing.on()
+    global _fix_vtrace
+    targets = _targets()
+    _fix_vtrace = fix_vtrace
+    for target in targets:
+        target.on()
 
 
 def unpatch() -> None:
@@ -87,12 +95,18 @@ def unpatch() -> None:
 
 
 @contextlib.contextmanager
-def patched() -> Iterator[None]:
+def patched(*, fix_vtrace: bool = False) -> Iterator[None]:
     """`patch()` inside a `with` block. Blocks nest; the last one to end restores the identical originals."""
+    global _fix_vtrace
+    before = _fix_vtrace
     with contextlib.ExitStack() as stack:
         for target in _targets():
             stack.enter_context(target.scope())
-        yield
+        _fix_vtrace = fix_vtrace
+        try:
+            yield
+        finally:
+            _fix_vtrace = before
 
 
 def is_patched() -> bool:
@@ -129,11 +143,18 @@ def _bindings() -> dict[tuple[str, str], ModuleType]:
 
 def _targets() -> list[FunctionPatch]:
     bindings = _bindings()
-    functions = _functions()
+    functions = {**_functions(), "vtrace_advantage_estimate": _vtrace}
     for key, module in bindings.items():
         if key not in _patches:
             _patches[key] = FunctionPatch(module, key[1], functions[key[1]])
     return list(_patches.values())
+
+
+def _vtrace(*args: Any, **kwargs: Any) -> Any:
+    from rl_triton.adapters.torchrl._functionals import vtrace_advantage_estimate
+
+    name = vtrace_advantage_estimate.__name__
+    return (vtrace_advantage_estimate if _fix_vtrace else _functions()[name])(*args, **kwargs)
 
 
 def _stock_function(name: str) -> Any:

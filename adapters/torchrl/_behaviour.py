@@ -23,15 +23,17 @@ def functions(stock: ModuleType, version: str) -> dict[str, Callable[..., Any]]:
     """
     served = dict(_functionals.NAMES)
     right, across_truncations = _expected()
+    vtrace = "vtrace_advantage_estimate"
     for name in served:
         results = _results(getattr(stock, name), name)
-        if name == "vtrace_advantage_estimate" and not _same(results, right[name]) and _same(results, across_truncations):
-            served[name] = _functionals.vtrace_across_truncations
-        elif not _same(results, right[name]):
+        if _same(results, right[name]):
+            continue
+        if name != vtrace or not _same(results, across_truncations):
             raise RuntimeError(
                 f"TorchRL {version}: {stock.__name__}.{name} does not compute what rl_triton.adapters.torchrl knows; "
                 "TorchRL is left as it is"
             )
+        served[vtrace] = _functionals.vtrace_across_truncations
     return served
 
 
@@ -39,16 +41,14 @@ def _data() -> dict[str, torch.Tensor]:
     generator = torch.Generator("cpu").manual_seed(0)
     shape = (3, 9, 1)
     names = ("reward", "state_value", "next_state_value", "log_pi", "log_mu")
-    data = {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for name in names
-    }
+    data = {name: torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for name in names}
     terminated = torch.rand(shape, generator=generator, device="cpu") < 0.2
     truncated = torch.rand(shape, generator=generator, device="cpu") < 0.3
     return data | {"done": terminated | truncated, "terminated": terminated}
 
 
 def _results(function: Callable[..., Any], name: str) -> tuple[torch.Tensor, ...]:
-    given = _data()
+    given: dict[str, Any] = dict(_data())
     if name == "reward2go":
         given = {key: given[key] for key in ("reward", "done")}
     elif "vtrace" in name:
@@ -68,7 +68,7 @@ def _expected() -> tuple[dict[str, tuple[torch.Tensor, ...]], tuple[torch.Tensor
     """The results by the equations, and those of V-trace before TorchRL 0.14."""
     data = _data()
     reward, value, next_value, log_pi, log_mu, done, terminated = data.values()
-    ends = dict(truncated=done, next_values=next_value, time_dim=-2)
+    ends: dict[str, Any] = dict(truncated=done, next_values=next_value, time_dim=-2)
     gae = reference.gae(reward, value, terminated, gamma=_GAMMA, lambda_=_LAMBDA, **ends)
     td_lambda = reference.td_lambda_returns(reward, None, terminated, gamma=_GAMMA, lambda_=_LAMBDA, **ends)
     td1 = reference.discounted_returns(reward, terminated, gamma=_GAMMA, **ends)

@@ -40,17 +40,18 @@ def _rebuilt(function: Callable[..., Any]) -> Callable[..., Any]:
 
     TorchRL has no hook around the recursion, and a copy of its methods would freeze one version of them.
     """
+    name = f"{function.__module__}.{function.__qualname__}"
     inner = getattr(function, "__wrapped__", None)
     namespace, closure = function.__globals__, function.__closure__
     if inner is None:
         namespace = {**namespace, **{name: getattr(_HERE, name) for name in _served}}
         if not _served.keys() & set(function.__code__.co_names):
-            raise RuntimeError(f"{function.__module__}.{function.__qualname__} of this TorchRL calls no function we know")
+            raise RuntimeError(f"{name} of this TorchRL calls none of the functions that it used to")
     else:
         cells = closure or ()
         replaced = _rebuilt(inner)
         if not any(cell.cell_contents is inner for cell in cells):
-            raise RuntimeError(f"{function.__module__}.{function.__qualname__} of this TorchRL is decorated otherwise")
+            raise RuntimeError(f"{name} of this TorchRL is decorated otherwise than it used to be")
         closure = tuple(types.CellType(replaced) if cell.cell_contents is inner else cell for cell in cells)
     rebuilt = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
     rebuilt.__kwdefaults__ = function.__kwdefaults__
@@ -147,9 +148,7 @@ def _clear() -> None:
         if get_value_estimator_entry(key).cls is _CLASSES[key.name]:
             register_value_estimator(key, default_kwargs=entry.default_kwargs)(entry.cls)
         else:
-            warnings.warn(
-                f"{key} was registered again after rl_triton did; that entry is left in place", stacklevel=3
-            )
+            warnings.warn(f"{key} was registered again after rl_triton did; that entry is left in place", stacklevel=3)
     _replaced.clear()
 
 
@@ -188,7 +187,15 @@ class Retrace(stock.ValueEstimatorBase):
     class _AcceptedKeys(stock.ValueEstimatorBase._AcceptedKeys):
         """The keys of TorchRL's estimators, the action's, and that of the values of all actions."""
 
+        # set_keys() knows those alone that this class itself holds.
+        advantage: NestedKey = "advantage"
+        value_target: NestedKey = "value_target"
         value: NestedKey = "chosen_action_value"
+        reward: NestedKey = "reward"
+        done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
+        steps_to_next_obs: NestedKey = "steps_to_next_obs"
+        sample_log_prob: NestedKey | None = None
         action: NestedKey = "action"
         action_value: NestedKey = "action_value"
 

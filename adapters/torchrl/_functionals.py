@@ -22,7 +22,7 @@ import torch
 from tensordict import MemoryMappedTensor
 
 import rl_triton as rlt
-from rl_triton.adapters._functions import NotServedError
+from rl_triton.adapters._functions import TRACEABLE, NotServedError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _Factor = Any  # float or tensor
@@ -33,14 +33,17 @@ _Factor = Any  # float or tensor
 
 def _check_context() -> None:
     """What runs in a transform or a mode sees other tensors than the memory behind them."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotServedError("inside a functorch transform (vmap, grad, jvp)")
-    if torch._C._len_torch_dispatch_stack():
-        raise NotServedError("under a dispatch mode")
+    if torch.compiler.is_compiling():
+        return
+    if not TRACEABLE:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotServedError("inside a functorch transform (vmap, grad, jvp)")
+        if torch._C._len_torch_dispatch_stack():
+            raise NotServedError("under a dispatch mode")
+        if torch._C._get_tracing_state() is not None:
+            raise NotServedError("traced by torch.jit")
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotServedError("inside forward-mode differentiation")
-    if torch._C._get_tracing_state() is not None:
-        raise NotServedError("traced by torch.jit")
 
 
 def _plain(name: str, x: Any) -> torch.Tensor:
@@ -148,11 +151,12 @@ class _Call:
 
     def run(self, op: Callable[..., Any], dtype: torch.dtype, *values: torch.Tensor | None, **options: Any) -> Any:
         """`op` on the reward, `values` and the flags, in `dtype` where its own result would have a narrower one."""
-        read = [x.dtype for x in (*values, options.get("next_values")) if x is not None]
         reward = self.reward if self.reward.dtype.is_floating_point else self.reward.to(dtype)
-        own = _promoted(reward.dtype, *read)
-        wide = torch.promote_types(own, dtype)
-        if wide != own:
+        own = reward.dtype
+        for x in (*values, options.get("next_values")):
+            if x is not None and x.dtype is not own:
+                own = torch.promote_types(own, x.dtype)
+        if own is not dtype and (wide := torch.promote_types(own, dtype)) != own:
             reward = reward.to(wide)
         try:
             return op(
@@ -169,7 +173,8 @@ class _Call:
         return options
 
     def returned(self, result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        result = result.to(dtype)
+        if result.dtype is not dtype:
+            result = result.to(dtype)
         # A quirk of TorchRL: from [T] with time_dim=0 it returns [T, 1].
         return result.unsqueeze(-1) if result.dim() == 1 and self.time_dim == 0 else result
 

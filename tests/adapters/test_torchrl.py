@@ -142,7 +142,13 @@ def close(results_, expected, bound):
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-SHAPES = [((1, 1), (-2,)), ((7, 1), (-2, 0)), ((4, 6, 1), (-2, 1)), ((3, 5, 2), (-2, -1, 0)), ((2, 3, 9, 2), (2, -2, 1))]
+SHAPES = [
+    ((1, 1), (-2,)),
+    ((7, 1), (-2, 0)),
+    ((4, 6, 1), (-2, 1)),
+    ((3, 5, 2), (-2, -1, 0)),
+    ((2, 3, 9, 2), (2, -2, 1)),
+]
 
 
 @st.composite
@@ -505,7 +511,10 @@ FALLBACKS = {
     "tensors of different shapes": ("td1_return_estimate", with_(reward=lambda x: x[:1])),
     "no steps or no rows": ("td_lambda_return_estimate", with_(**dict.fromkeys(TENSORS, lambda x: x[:0]))),
     "flags that are not bool": ("generalized_advantage_estimate", with_(done=lambda x: x.int())),
-    "values that are no floating-point numbers": ("td_lambda_return_estimate", with_(next_state_value=lambda x: x.int())),
+    "values that are no floating-point numbers": (
+        "td_lambda_return_estimate",
+        with_(next_state_value=lambda x: x.int()),
+    ),
     "time_dim is no axis of the tensors": ("generalized_advantage_estimate", lambda data: data | {"time_dim": 5}),
     "time_dim is not an int": ("td1_return_estimate", lambda data: data | {"time_dim": np.int64(1)}),
     "gamma does not broadcast to the reward": (
@@ -521,7 +530,10 @@ FALLBACKS = {
     "gamma is a float32": ("td1_return_estimate", lambda data: data | {"gamma": np.float32(0.9)}),
     "gamma is not a single number": ("reward2go", lambda data: data | {"gamma": torch.full((6, 2), 0.9)}),
     "rewards that are no floating-point numbers": ("reward2go", with_(reward=lambda x: x.long())),
-    "gamma is on another device": ("td1_return_estimate", lambda data: data | {"gamma": torch.empty((), device="meta")}),
+    "gamma is on another device": (
+        "td1_return_estimate",
+        lambda data: data | {"gamma": torch.empty((), device="meta")},
+    ),
     "next_state_value is a Subclass": (
         "td1_return_estimate",
         with_(next_state_value=lambda x: x.as_subclass(Subclass)),
@@ -811,7 +823,7 @@ def test_functions_that_compute_something_else_are_refused(monkeypatch):
         return STOCK["td1_return_estimate"](*args, **kwargs) + 1.0
 
     monkeypatch.setattr(functional, "td1_return_estimate", other)
-    with pytest.raises(RuntimeError, match="td1_return_estimate does not compute what rl_triton.adapters.torchrl knows"):
+    with pytest.raises(RuntimeError, match="td1_return_estimate does not compute what rl_triton"):
         _behaviour.functions(functional, "99")
 
 
@@ -836,8 +848,26 @@ def test_vtrace_of_versions_before_0_14(monkeypatch):
         close(function(**given_, time_dim=time_dim), expected, 2e-5)
     data = make_data((6,), ends=0.6)
     given_ = arguments("vtrace_advantage_estimate", data, 0.9, None, rho_thresh=1.1, c_thresh=0.9)
-    expected = vtrace_before_0_14(**{k: x.unsqueeze(-1) if isinstance(x, torch.Tensor) else x for k, x in given_.items()})
-    close(function(**given_, time_dim=-1), [x.squeeze(-1) for x in expected], 2e-5)
+    with_feature = {key: x.unsqueeze(-1) if isinstance(x, torch.Tensor) else x for key, x in given_.items()}
+    close(function(**given_, time_dim=-1), [x.squeeze(-1) for x in vtrace_before_0_14(**with_feature)], 2e-5)
+
+
+def test_vtrace_before_0_14_can_be_fixed(monkeypatch):
+    name = "vtrace_advantage_estimate"
+    monkeypatch.setattr(
+        torchrl, "_functions", lambda: _functionals.NAMES | {name: _functionals.vtrace_across_truncations}
+    )
+    data = make_data((3, 8, 2), ends=0.6)
+    given_ = arguments(name, data, 0.9, None, rho_thresh=1.1, c_thresh=0.9)
+    right, faulty = oracle(name, data, 0.9, 1.0, -2, 1.1, 0.9), vtrace_before_0_14(**given_)
+    assert (right[0] - faulty[0]).abs().max() > 0.1
+    with torchrl.patched():
+        close(functional.vtrace_advantage_estimate(**given_), faulty, 2e-5)
+        with torchrl.patched(fix_vtrace=True):
+            close(functional.vtrace_advantage_estimate(**given_), right, 2e-5)
+        close(functional.vtrace_advantage_estimate(**given_), faulty, 2e-5)
+    torchrl.patch(fix_vtrace=True)
+    close(functional.vtrace_advantage_estimate(**given_), right, 2e-5)
 
 
 def test_not_served_is_an_error_of_its_own():
