@@ -15,7 +15,7 @@ from rl_triton.adapters._patching import MARK, Patch
 TRACEABLE = hasattr(torch.ops.rl_triton, "gae")
 
 TRACED = "torch.compile traces the framework's own code (counted once a trace)"
-MISFIT = "arguments that do not fit the signature"
+MISFIT = "arguments that rl_triton does not know"
 
 
 class NotServedError(Exception):
@@ -46,7 +46,7 @@ class FunctionPatch(Patch):
                 self.count(str(reason))
                 return original(*args, **kwargs)
             except TypeError:
-                if _fits(original, args, kwargs):
+                if _fits(self.serve, args, kwargs):
                     raise
                 self.count(MISFIT)
                 return original(*args, **kwargs)

@@ -81,9 +81,8 @@ def patch(*, fix_vtrace: bool = False) -> None:
         ImportError: TorchRL is not installed.
         RuntimeError: the installed TorchRL computes something else, or another copy of rl_triton patched it.
     """
-    global _fix_vtrace
     targets = _targets()
-    _fix_vtrace = fix_vtrace
+    _use(fix_vtrace)
     for target in targets:
         target.on()
 
@@ -97,16 +96,15 @@ def unpatch() -> None:
 @contextlib.contextmanager
 def patched(*, fix_vtrace: bool = False) -> Iterator[None]:
     """`patch()` inside a `with` block. Blocks nest; the last one to end restores the identical originals."""
-    global _fix_vtrace
     before = _fix_vtrace
     with contextlib.ExitStack() as stack:
         for target in _targets():
             stack.enter_context(target.scope())
-        _fix_vtrace = fix_vtrace
+        _use(fix_vtrace)
         try:
             yield
         finally:
-            _fix_vtrace = before
+            _use(before)
 
 
 def is_patched() -> bool:
@@ -143,18 +141,21 @@ def _bindings() -> dict[tuple[str, str], ModuleType]:
 
 def _targets() -> list[FunctionPatch]:
     bindings = _bindings()
-    functions = {**_functions(), "vtrace_advantage_estimate": _vtrace}
+    functions = _functions()
     for key, module in bindings.items():
         if key not in _patches:
             _patches[key] = FunctionPatch(module, key[1], functions[key[1]])
     return list(_patches.values())
 
 
-def _vtrace(*args: Any, **kwargs: Any) -> Any:
-    from rl_triton.adapters.torchrl._functionals import vtrace_advantage_estimate
+def _use(fix_vtrace: bool) -> None:
+    global _fix_vtrace
+    from rl_triton.adapters.torchrl._functionals import NAMES
 
-    name = vtrace_advantage_estimate.__name__
-    return (vtrace_advantage_estimate if _fix_vtrace else _functions()[name])(*args, **kwargs)
+    _fix_vtrace = fix_vtrace
+    served = NAMES if fix_vtrace else _functions()
+    for (_, name), existing in _patches.items():
+        existing.serve = served[name]
 
 
 def _stock_function(name: str) -> Any:

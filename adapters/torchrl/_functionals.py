@@ -15,6 +15,7 @@ TorchRL it cuts in `td1_return_estimate` alone.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -339,27 +340,6 @@ def reward2go(reward: torch.Tensor, done: torch.Tensor, gamma: _Factor, *, time_
 # ------------------------------------------------------------------------------------------------------------ V-trace
 
 
-def vtrace_advantage_estimate(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantage, V-trace target), of the promoted dtype of all."""
-    call, dtype, result, _ = _vtrace(*args, **kwargs)
-    return call.returned(result.advantages, dtype), call.returned(result.targets, dtype)
-
-
-def vtrace_across_truncations(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """V-trace as TorchRL computed it before 0.14: where a trajectory is truncated inside the window, its last advantage
-    looks at the target of the next row, which is another trajectory's. The targets are right."""
-    call, dtype, result, factors = _vtrace(*args, **kwargs)
-    value, next_value, log_pi, log_mu = call.floats.values()
-    late = call.shape[call.axis] - 1
-    following = torch.cat(
-        [result.targets.narrow(call.axis, 1, late), next_value.narrow(call.axis, late, 1).to(dtype)], call.axis
-    )
-    one_step = call.run(rlt.gae, dtype, value, next_values=following, gamma=factors["gamma"], lambda_=0.0)
-    ratio, bar = (log_pi - log_mu).exp(), factors["rho_bar"]
-    advantages = torch.where(ratio > bar, bar, ratio) * one_step.advantages
-    return call.returned(advantages, dtype), call.returned(result.targets, dtype)
-
-
 def _vtrace(
     gamma: _Factor,
     log_pi: torch.Tensor,
@@ -396,6 +376,37 @@ def _vtrace(
     value, _, target, behavior = call.floats.values()
     options = {"target_log_probs": target, "behavior_log_probs": behavior, **factors}
     return call, dtype, call.run(rlt.vtrace, dtype, value, **call.boundaries, **options), factors
+
+
+def _signature_of(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(decorated: Callable[..., Any]) -> Callable[..., Any]:
+        decorated.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        return decorated
+
+    return decorate
+
+
+@_signature_of(_vtrace)
+def vtrace_advantage_estimate(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantage, V-trace target), of the promoted dtype of all."""
+    call, dtype, result, _ = _vtrace(*args, **kwargs)
+    return call.returned(result.advantages, dtype), call.returned(result.targets, dtype)
+
+
+@_signature_of(_vtrace)
+def vtrace_across_truncations(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """V-trace as TorchRL computed it before 0.14: where a trajectory is truncated inside the window, its last advantage
+    looks at the target of the next row, which is another trajectory's. The targets are right."""
+    call, dtype, result, factors = _vtrace(*args, **kwargs)
+    value, next_value, log_pi, log_mu = call.floats.values()
+    late = call.shape[call.axis] - 1
+    following = torch.cat(
+        [result.targets.narrow(call.axis, 1, late), next_value.narrow(call.axis, late, 1).to(dtype)], call.axis
+    )
+    one_step = call.run(rlt.gae, dtype, value, next_values=following, gamma=factors["gamma"], lambda_=0.0)
+    ratio, bar = (log_pi - log_mu).exp(), factors["rho_bar"]
+    advantages = torch.where(ratio > bar, bar, ratio) * one_step.advantages
+    return call.returned(advantages, dtype), call.returned(result.targets, dtype)
 
 
 NAMES: dict[str, Callable[..., Any]] = {

@@ -23,7 +23,7 @@ from torchrl.objectives.value import advantages, functional
 
 import rl_triton as rlt
 from rl_triton.adapters import status, torchrl
-from rl_triton.adapters._functions import TRACED, NotServedError
+from rl_triton.adapters._functions import MISFIT, TRACED, NotServedError
 from rl_triton.adapters.torchrl import _behaviour, _functionals
 
 NAMES = tuple(_functionals.NAMES)
@@ -599,6 +599,7 @@ def test_positional_arguments_and_wrong_calls():
                 getattr(functional, name)()
         with pytest.raises(TypeError):
             functional.generalized_advantage_estimate(*positional["generalized_advantage_estimate"], -2)
+        assert all(counts(name)[1][MISFIT] >= 1 for name in NAMES)
         # TorchRL ignores time_dim by position here, or takes it for something else
         stock = STOCK["vtrace_advantage_estimate"](*positional["vtrace_advantage_estimate"], -2)
         close(functional.vtrace_advantage_estimate(*positional["vtrace_advantage_estimate"], -2), stock, 0)
@@ -612,6 +613,21 @@ def test_the_oracle_is_not_blind(name):
     swapped = data | {"done": data["terminated"], "terminated": data["done"]}
     a, b = (oracle(name, x, 0.9, 0.8, -2)[0] for x in (data, swapped))
     assert (a - b).abs().max() > 0.1
+
+
+def test_an_argument_that_a_later_version_adds():
+    """What TorchRL's own function takes and we do not know of, it gets."""
+
+    def newer(*args, valid=None, **kwargs):
+        return valid
+
+    with torchrl.patched():
+        for name in NAMES:
+            target = torchrl._patches[functional.__name__, name]
+            dispatcher = target._dispatcher(newer)
+            before = counts(name)
+            assert dispatcher(**arguments(name, make_data((2, 4, 1)), 0.9, 0.8), valid=3) == 3
+            assert counts(name)[1][MISFIT] == before[1].get(MISFIT, 0) + 1
 
 
 def test_td_advantages_follow():
