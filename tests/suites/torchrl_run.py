@@ -34,9 +34,18 @@ PARTS = {
     "PPO, A2C, REINFORCE": ["objectives/test_ppo.py"],
     "MAPPO, IPPO": ["objectives/test_mappo.py"],
     "loss modules": ["objectives/test_loss_module.py"],
-    "Dreamer": ["objectives/test_dreamer.py"],
+    "Dreamer": [  # of the others, no test calls a value function
+        f"objectives/test_dreamer.py::TestDreamer::test_dreamer_{test}"
+        for test in ("actor", "actor_tensordict_keys", "value")
+    ],
     "DreamerV3": ["objectives/test_dreamer_v3.py"],
     "rewards to go": ["transforms/test_reward_transforms.py::TestReward2Go", "test_postprocs.py::TestDensifyReward"],
+}
+# Tests of what is no longer so, with the reason.
+_COMPILE = "compile/test_compile_value.py::TestValueFunctionCompile::test_vec_{}_estimate_fails_fullgraph"
+DESELECTED = {
+    _COMPILE.format(name): "asserts that the vectorised form cannot be compiled whole"
+    for name in ("td_lambda_return", "generalized_advantage")
 }
 _ROLLING = "rolling_gamma=False"
 _MISFIT = "arguments that rl_triton does not know"
@@ -92,6 +101,7 @@ def _run(args: argparse.Namespace, part: str, family: str) -> None:
     report.unlink(missing_ok=True)
     code = digest()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "rl_triton_torchrl_suite", "-p", "no:cacheprovider"]
+    command += [f"--deselect={test}" for test in DESELECTED]
     command += ["--rlt-family", family, "--rlt-report", str(report.resolve()), *PARTS[part]]
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     log = report.with_suffix(".log")
@@ -133,7 +143,7 @@ def _merge(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
                     label: entry for label, entry in functions.items() if entry["calls"] or entry["fallen_back"]
                 },
             }
-        parts[part] = {"tests": selected, "deselected": {}, "runs": runs}
+        parts[part] = {"tests": selected, "deselected": _deselected(selected), "runs": runs}
     packages = ("torchrl", "tensordict", "torch", "numba", "gymnasium")
     return {
         "source": args.source,
@@ -144,6 +154,10 @@ def _merge(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         "expected_fallbacks": EXPECTED,
         "parts": parts,
     }, problems
+
+
+def _deselected(selected: list[str]) -> dict[str, str]:
+    return {test: reason for test, reason in DESELECTED.items() if any(test.startswith(path) for path in selected)}
 
 
 def _problems(run: str, functions: dict[str, Any], expected: dict[str, dict[str, int]]) -> list[str]:
@@ -162,8 +176,7 @@ def _problems(run: str, functions: dict[str, Any], expected: dict[str, dict[str,
 
 def digest() -> str:
     """Of the adapter's code, so that a record tells which code it is about."""
-    files = [ROOT / "adapters" / "_functions.py", ROOT / "adapters" / "_patching.py"]
-    files += sorted((ROOT / "adapters" / "torchrl").glob("*.py"))
+    files = [ROOT / "adapters" / "_functions.py", *sorted((ROOT / "adapters" / "torchrl").glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
