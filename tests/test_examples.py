@@ -27,7 +27,7 @@ def test_torchrl_ppo(tmp_path):
     pytest.importorskip("tyro", reason="needs the extra `examples`")
     pytest.importorskip("torchrl", reason="TorchRL is not installed")
     plot = tmp_path / "curves.png"
-    budget = "--total-frames 2048 --n-envs 16 --n-steps 32 --n-epochs 1 --n-minibatches 2".split()
+    budget = ["--total-frames", "2048", "--n-envs", "16", "--n-steps", "32", "--n-epochs", "1", "--n-minibatches", "2"]
     command = [sys.executable, str(EXAMPLES / "torchrl_ppo.py"), *budget, "--plot", str(plot)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     printed = " ".join(result.stdout.split())

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,7 @@ __all__ = [
     "unregister",
 ]
 
-TESTED_VERSIONS = ("0.13", "0.14")
+TESTED_VERSIONS = "0.14"
 
 _FUNCTIONAL = "torchrl.objectives.value.functional"
 # The modules whose own code calls the functions. The last exists since 0.14.
@@ -169,11 +170,22 @@ def _functions() -> dict[str, Any]:
     """What stands in for each function of the installed TorchRL, once it is known to compute what we know."""
     from rl_triton.adapters.torchrl._behaviour import functions
 
-    return functions(_import(_FUNCTIONAL), _import("torchrl").__version__)
+    version = _import("torchrl").__version__
+    served = functions(_import(_FUNCTIONAL), version)
+    if not version.startswith(TESTED_VERSIONS):
+        warnings.warn(
+            f"rl_triton.adapters.torchrl was tested with TorchRL {TESTED_VERSIONS}; the functions of {version} compute "
+            "the same on the numbers that were tried",
+            stacklevel=4,
+        )
+    return served
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        _import("torchrl")
-        return getattr(importlib.import_module("rl_triton.adapters.torchrl._estimators"), name)
+        version = _import("torchrl").__version__
+        estimators = importlib.import_module("rl_triton.adapters.torchrl._estimators")
+        if not hasattr(estimators, name):
+            raise AttributeError(f"TorchRL {version} has no {name}")
+        return getattr(estimators, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

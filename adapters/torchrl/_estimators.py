@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, dispatch
 from tensordict.nn import set_skip_existing as skipping
 from tensordict.utils import NestedKey
-from torchrl.objectives.utils import ValueEstimators, get_value_estimator_entry, hold_out_net, register_value_estimator
+from torchrl.objectives import utils
 from torchrl.objectives.value import advantages as stock
 
 import rl_triton as rlt
@@ -70,8 +70,10 @@ class GAE(stock.GAE):
     value_estimate = _rebuilt(stock.GAE.value_estimate)
 
 
-class MultiAgentGAE(stock.MultiAgentGAE, GAE):
-    """`torchrl.objectives.value.MultiAgentGAE`, with the same arguments; rl_triton computes the advantages."""
+if hasattr(stock, "MultiAgentGAE"):
+
+    class MultiAgentGAE(stock.MultiAgentGAE, GAE):
+        """`torchrl.objectives.value.MultiAgentGAE`, with the same arguments; rl_triton computes the advantages."""
 
 
 class TDLambdaEstimator(stock.TDLambdaEstimator):
@@ -94,7 +96,9 @@ class VTrace(stock.VTrace):
 
 # ------------------------------------------------------------------------------------------------------- the registry
 
-_CLASSES = {"GAE": GAE, "MAGAE": MultiAgentGAE, "TDLambda": TDLambdaEstimator, "TD1": TD1Estimator, "VTrace": VTrace}
+_CLASSES = {"GAE": GAE, "TDLambda": TDLambdaEstimator, "TD1": TD1Estimator, "VTrace": VTrace}
+if hasattr(stock, "MultiAgentGAE"):
+    _CLASSES["MAGAE"] = MultiAgentGAE
 _replaced: dict[Any, Any] = {}
 _depth = 0
 _kept = False
@@ -105,10 +109,13 @@ def register() -> None:
 
     The defaults of TorchRL's registry and the loss's own keys are handed on as before. Estimators that exist already,
     and those that are built from TorchRL's classes directly, stay TorchRL's. Undo it with `unregister()`.
+
+    Raises:
+        RuntimeError: TorchRL has no registry; it came with 0.13.
     """
     global _kept
-    _kept = True
     _fill()
+    _kept = True
 
 
 def unregister() -> None:
@@ -122,9 +129,9 @@ def unregister() -> None:
 def registered() -> Iterator[None]:
     """`register()` inside a `with` block. Blocks nest."""
     global _depth
+    _fill()
     _depth += 1
     try:
-        _fill()
         yield
     finally:
         _depth -= 1
@@ -132,21 +139,21 @@ def registered() -> Iterator[None]:
 
 
 def _fill() -> None:
+    if not hasattr(utils, "register_value_estimator"):
+        raise RuntimeError("this TorchRL has no registry of estimators (0.13 and later have); use torchrl.patch()")
     for name, ours in _CLASSES.items():
-        key = ValueEstimators.__members__.get(name)
-        if key is None or key in _replaced:
-            continue
-        entry = get_value_estimator_entry(key)
-        _replaced[key] = entry
-        register_value_estimator(key, default_kwargs=entry.default_kwargs)(ours)
+        key = utils.ValueEstimators[name]
+        if key not in _replaced:
+            entry = _replaced[key] = utils.get_value_estimator_entry(key)
+            utils.register_value_estimator(key, default_kwargs=entry.default_kwargs)(ours)
 
 
 def _clear() -> None:
     if _kept or _depth:
         return
     for key, entry in _replaced.items():
-        if get_value_estimator_entry(key).cls is _CLASSES[key.name]:
-            register_value_estimator(key, default_kwargs=entry.default_kwargs)(entry.cls)
+        if utils.get_value_estimator_entry(key).cls is _CLASSES[key.name]:
+            utils.register_value_estimator(key, default_kwargs=entry.default_kwargs)(entry.cls)
         else:
             warnings.warn(f"{key} was registered again after rl_triton did; that entry is left in place", stacklevel=3)
     _replaced.clear()
@@ -361,13 +368,15 @@ class Retrace(stock.ValueEstimatorBase):
             return values
         network = self.value_network
         holding = (
-            hold_out_net(network) if params is None else params.detach().to_module(network, preserve_module_state=False)
+            utils.hold_out_net(network)
+            if params is None
+            else params.detach().to_module(network, preserve_module_state=False)
         )
         with holding:
             return network(data.select(*network.in_keys, key, strict=False)).get(key)
 
     def _policy(self, data: TensorDictBase) -> Any:
-        with hold_out_net(self.actor_network):
+        with utils.hold_out_net(self.actor_network):
             return self.actor_network.get_dist(data.select(*self.actor_network.in_keys, strict=False))
 
     def _behaviour(self, tensordict: TensorDictBase, index: torch.Tensor) -> torch.Tensor:

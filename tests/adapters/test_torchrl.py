@@ -7,6 +7,8 @@ an oracle of their own for every function. Its results in float64 are only exact
 import functools
 import inspect
 import pickle
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -842,7 +844,6 @@ def test_a_later_wrapper_is_left_in_place():
 
 
 def test_another_module_that_bound_a_function(monkeypatch):
-    import sys
     import types
 
     module = types.ModuleType("torchrl.somewhere")
@@ -910,6 +911,24 @@ def test_vtrace_before_0_14_can_be_fixed(monkeypatch):
         close(functional.vtrace_advantage_estimate(**given_), faulty, 2e-5)
     torchrl.patch(fix_vtrace=True)
     close(functional.vtrace_advantage_estimate(**given_), right, 2e-5)
+
+
+def test_a_version_that_was_not_tested_is_told(monkeypatch):
+    import torchrl as package
+
+    monkeypatch.setattr(package, "__version__", "0.99.0")
+    torchrl._functions.cache_clear()
+    with pytest.warns(UserWarning, match="tested with TorchRL 0.14; the functions of 0.99.0 compute the same"):
+        torchrl._functions()
+    torchrl._functions()  # once
+
+
+@pytest.mark.parametrize("code", ["torchrl.patch()", "torchrl.GAE"])
+def test_without_torchrl(code):
+    """Importing the adapter loads nothing; using it says what to install."""
+    script = f"import sys; sys.modules['torchrl'] = None\nfrom rl_triton.adapters import torchrl\n{code}"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "ImportError: rl_triton.adapters.torchrl needs TorchRL: pip install 'rl-triton[torchrl]'" in result.stderr
 
 
 def test_not_served_is_an_error_of_its_own():
