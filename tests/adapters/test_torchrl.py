@@ -5,11 +5,14 @@ an oracle of their own for every function. Its results in float64 are only exact
 """
 
 import functools
+import importlib.util
 import inspect
+import json
 import pickle
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -934,3 +937,20 @@ def test_without_torchrl(code):
 def test_not_served_is_an_error_of_its_own():
     with pytest.raises(NotServedError, match="flags that are not bool"):
         _functionals.reward2go(torch.ones(3, 1), torch.ones(3, 1), 0.9)
+
+
+def test_the_docs_show_the_record_of_the_suites():
+    suites = Path(__file__).parents[1] / "suites"
+    spec = importlib.util.spec_from_file_location("torchrl_run", suites / "torchrl_run.py")
+    run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run)
+    record = json.loads((suites / "torchrl.json").read_text())
+    assert run.table(record) in (suites.parents[1] / "docs" / "torchrl.md").read_text()
+    assert set(record["parts"]) == set(run.PARTS)
+    for part, entry in record["parts"].items():
+        assert not entry["runs"]["none"]["failed"], part
+        for family in ("loop", "vec"):
+            assert not entry["runs"][family]["failed"], (part, family)
+            assert not run._problems(
+                part, entry["runs"][family]["functions"], run.EXPECTED.get(part, {}).get(family, {})
+            )
