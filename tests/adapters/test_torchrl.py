@@ -32,8 +32,6 @@ from rl_triton.adapters.torchrl import _behaviour, _functionals
 
 NAMES = tuple(_functionals.NAMES)
 STOCK = {name: getattr(functional, name) for name in NAMES}
-LOOPS = ("generalized_advantage_estimate", "td_lambda_return_estimate", "td1_return_estimate")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_only)]
 
 
 @pytest.fixture(autouse=True)
