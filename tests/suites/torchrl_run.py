@@ -171,6 +171,7 @@ def _merge(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         "packages": {name: importlib.metadata.version(name) for name in packages},
         "adapters": code,
         "expected_fallbacks": EXPECTED,
+        "not_run": [part for part in PARTS if part not in parts],
         "parts": parts,
     }, problems
 
@@ -225,6 +226,8 @@ def table(merged: dict[str, Any]) -> str:
     lines.append(f"| all | {passed} | {totals['served']}, {totals['calls']} |")
     versions = ", ".join(f"{name} {version}" for name, version in merged["packages"].items())
     lines += ["", f"Tests of TorchRL's {merged['source']}, run on {merged['date']} with {versions}."]
+    if merged["not_run"]:
+        lines.append(f"Not run with this state of the adapter: {', '.join(merged['not_run'])}.")
     return "\n".join(lines)
 
 
