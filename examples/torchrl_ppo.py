@@ -229,9 +229,13 @@ def plot(runs: list[Run], path: Path) -> None:
 
     figure, (curves, costs) = plt.subplots(1, 2, figsize=(11, 4))
     for run, width in zip(runs, (6, 3, 1), strict=True):  # where they coincide, all are seen
-        curves.plot(run.frames, run.returns, label=run.name, linewidth=width, alpha=0.6)
+        curves.plot(np.array(run.frames) / 1e3, run.returns, label=run.name, linewidth=width, alpha=0.6)
     curves.axhline(SOLVED, color="grey", linestyle=":", label=f"solved ({SOLVED:.0f})")
-    curves.set(xlabel="environment steps", ylabel="mean return of finished episodes", title="PPO on CartPole, one seed")
+    curves.set(
+        xlabel="thousand environment steps",
+        ylabel="mean return of finished episodes",
+        title="PPO on CartPole, one seed",
+    )
     curves.legend(loc="lower right")
     bottom = np.zeros(len(runs))
     for phase in PHASES:
@@ -240,7 +244,7 @@ def plot(runs: list[Run], path: Path) -> None:
         bottom += medians
     costs.set(ylabel="ms, median", title="One iteration")
     costs.tick_params(axis="x", labelsize=7)
-    costs.legend(loc="lower center")
+    costs.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
