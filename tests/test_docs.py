@@ -17,6 +17,8 @@ def blocks(page):
 def test_python_blocks(page):
     if "stable_baselines3" in page.read_text() or "sb3" in page.read_text():
         pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not installed")
+    if "torchrl" in page.read_text():
+        pytest.importorskip("torchrl", reason="TorchRL is not installed")
     namespace = {}
     try:
         for block in blocks(page):
