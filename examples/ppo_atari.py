@@ -89,7 +89,7 @@ def make_envs(args: Args) -> AtariVectorEnv:
         num_envs=args.num_envs,
         num_threads=args.threads,
         max_num_frames_per_episode=args.max_frames,
-        episodic_life=True,
+        life_loss_info=True,  # a lost life terminates for the learner, and the game goes on
         reward_clipping=False,  # clipped below; the curve shows the game's own score
     )
 
