@@ -254,13 +254,12 @@ class Recorder:
             at = tuple(cut.nonzero().t())  # the one place that waits for the device
             if len(at[0]) == 0:
                 return None
-            kept = torch.full((len(self),), -1, device=cut.device)
-            for place, final in enumerate(self._finals):
-                kept[final.t] = place
-            places = kept[at[0]]
-            if len(self._finals) < len(self) and bool((places < 0).any()):
-                missing = int(at[0][places < 0][0])
-                raise ValueError(_missing(missing, at[1][at[0] == missing].tolist()))
+            kept = {final.t: place for place, final in enumerate(self._finals)}
+            if len(kept) < len(self):  # steps without final observations must be steps without cuts
+                for t, environment in cut.nonzero().tolist():
+                    if t not in kept:
+                        raise ValueError(_missing(t, [environment]))
+            places = torch.tensor([kept.get(t, 0) for t in range(len(self))], device=cut.device)[at[0]]
             every = [final.observations for final in self._finals]
             batch = _zipped(lambda *parts: torch.stack(parts)[places, at[1]].to(values.device), every)
             at = at[0].to(values.device), at[1].to(values.device)

@@ -317,6 +317,8 @@ def _check(module: cst.Module, found: Found, replaced: Sequence[cst.CSTNode], wi
     inside = {id(node) for statement in replaced for node in _walk(statement)}
     reads = list(_reads(module))
     for name in found.template.temporaries:
+        if not isinstance(holes[name], cst.Name):
+            raise Refused(f"line {loop_line}: the loop sets `{_text(module, holes[name])}`, which others may read")
         for node in reads:
             if id(node) not in inside and _same(node, holes[name]):
                 raise Refused(f"line {loop_line}: line {line(node)} reads `{node.value}`, which the loop leaves behind")
@@ -493,22 +495,25 @@ def _binds(node: cst.CSTNode, name: str) -> bool:
 
 
 def _has_rows(module: cst.Module, tensor: cst.BaseExpression, steps: cst.BaseExpression) -> bool:
-    """Whether some line makes the tensor with that many rows: `x = torch.zeros((steps, ...), ...)`."""
-    for node in _walk(module):
-        if not (isinstance(node, cst.Assign) and any(_same(target.target, tensor) for target in node.targets)):
-            continue
-        for call in _walk(node.value):
-            if not (isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.args):
-                continue
-            if not (_is_name(call.func.value, "torch") and call.func.attr.value in ("zeros", "empty", "ones")):
-                continue
-            shape = call.args[0].value
-            while isinstance(shape, cst.BinaryOperation) and isinstance(shape.operator, cst.Add):
-                shape = shape.left  # (steps, envs) + more
-            first = shape.elements[0].value if isinstance(shape, cst.Tuple) and shape.elements else shape
-            if _same(first, steps):
-                return True
-    return False
+    """Whether every line that assigns the tensor makes it with that many rows: `x = torch.zeros((steps, ...), ...)`."""
+    made = [
+        node.value
+        for node in _walk(module)
+        if isinstance(node, cst.Assign) and any(_same(target.target, tensor) for target in node.targets)
+    ]
+    return bool(made) and all(any(_makes_rows(part, steps) for part in _walk(value)) for value in made)
+
+
+def _makes_rows(call: cst.CSTNode, steps: cst.BaseExpression) -> bool:
+    """torch.zeros((steps, ...)), torch.zeros(steps, ...) or torch.zeros((steps, ...) + more), or empty or ones."""
+    if not (isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.args):
+        return False
+    if not (_is_name(call.func.value, "torch") and call.func.attr.value in ("zeros", "empty", "ones")):
+        return False
+    shape = call.args[0].value
+    while isinstance(shape, cst.BinaryOperation) and isinstance(shape.operator, cst.Add):
+        shape = shape.left
+    return _same(shape.elements[0].value if isinstance(shape, cst.Tuple) and shape.elements else shape, steps)
 
 
 def _imported_roots(module: cst.Module) -> set[str]:

@@ -188,6 +188,11 @@ REFUSALS = {
         "rewards = torch.zeros((args.num_steps,", "rewards = torch.zeros((args.buffer_size,",
         "nothing in the script shows that `rewards` has as many rows",
     ),
+    "rows that change": (
+        "for iteration in range(2) :", "rewards = rewards[1:]\nfor iteration in range(2) :",
+        "nothing in the script shows that `rewards` has as many rows",
+    ),
+    "an attribute in place of a variable": ("running", "args.running", "the loop sets `args.running`, which others"),
     "what the loop leaves behind is read": ("total =", "total = error +", "reads `error`, which the loop leaves"),
     "gradients": ("with torch.no_grad():", "with torch.enable_grad():", "the loop is not under torch.no_grad()"),
     "a name that is taken": ("class Args :", "def compute_gae(): pass\nclass Args :", "is called compute_gae"),
@@ -260,7 +265,8 @@ def test_module_runs_as_a_command(tmp_path):
 
 def test_without_libcst():
     code = (
-        "import sys; sys.modules['libcst'] = None\n"
+        "import sys; sys.modules['libcst'] = sys.modules['gymnasium'] = None\n"
+        "import rl_triton.adapters.gymnasium\n"
         "from rl_triton.adapters.cleanrl import compute_gae\n"
         "from rl_triton.adapters.cleanrl._command import main\n"
         "main([sys.argv[1]])"

@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 import rl_triton as rlt
+from rl_triton.adapters import gymnasium as adapter
 from rl_triton.adapters.gymnasium import Recorder
 
 GAMMA = 0.5
@@ -132,8 +133,10 @@ def advantages(window, values, lambda_=0.9, **changes):
 
 @pytest.mark.parametrize("T", [1, 4, 5, 17])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_true_values_leave_no_advantage(mode, T, kind):
+@pytest.mark.parametrize("kind", ["numpy", "torch", "device"])
+def test_true_values_leave_no_advantage(mode, T, kind, monkeypatch):
+    if kind == "device":  # the branch for flags that cannot be read at once, without a device that they are on
+        monkeypatch.setattr(adapter, "_on_host", lambda x: isinstance(x, np.ndarray))
     envs = make(mode) if kind == "numpy" else Torch(make(mode))
     cut = reset_first = 0
     for window, values in windows(envs, mode, T, count=max(3, 24 // T)):
@@ -298,6 +301,16 @@ def test_on_a_gpu(mode):
         assert np.stack(dones).any()
         assert window.rewards.is_cuda
         assert advantages(window, torch.stack(values)).abs().max() < 1e-5
+
+
+def test_a_final_observation_that_is_missing_on_a_device(monkeypatch):
+    monkeypatch.setattr(adapter, "_on_host", lambda x: isinstance(x, np.ndarray))
+    recorder = Recorder("SAME_STEP")
+    no, yes = torch.zeros(2), torch.ones(2)
+    recorder.step(None, no, no, no, {"final_obs": torch.ones(2, 3)})
+    recorder.step(None, no, no, yes, {})
+    with pytest.raises(ValueError, match="environment 0 was truncated in step 1 of the window"):
+        recorder.window(torch.zeros(2, 2), torch.zeros(2), lambda obs: obs[:, 0])
 
 
 def test_reset_between_windows():
