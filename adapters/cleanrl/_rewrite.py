@@ -9,6 +9,7 @@ do not count. So a loop that computes anything else is not taken for one that we
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -48,6 +49,10 @@ class Template:
     """Holes whose tensors must have as many rows as the loop has steps."""
     temporaries: tuple[str, ...]
     """Holes that the replacement no longer assigns."""
+
+    @functools.cached_property
+    def parsed(self) -> Sequence[cst.CSTNode]:
+        return cst.parse_module(self.statements).body
 
 
 # What may stand for a tensor of zeros like another; the keyword forms differ between scripts.
@@ -210,7 +215,7 @@ def _recognise(module: cst.Module, body: list[Any], loop: int, line: Any) -> tup
     """The template that the statements around body[loop] follow, and which statements these are."""
     reached, nearest = -1, None
     for template in TEMPLATES:
-        wanted = cst.parse_module(template.statements).body
+        wanted = template.parsed
         first = loop - template.loop
         last = first + len(wanted) - 1
         matcher = _Matcher()
