@@ -69,13 +69,14 @@ def compute_gae(
     Source: Schulman et al. 2016 (arXiv 1506.02438), as CleanRL indexes it.
     """
     op = "compute_gae"
+    dones = _per_step(op, "dones", dones, rewards)
     return rlt.gae(
         rewards,
         values,
         dones,
         last_values=_per_row(op, "next_value", next_value, rewards),
         last_done=_per_row(op, "next_done", next_done, rewards),
-        valid=_transitions(op, dones) if next_step_autoreset else None,
+        valid=dones == 0 if next_step_autoreset else None,
         gamma=gamma,
         lambda_=gae_lambda,
         time_dim=0,
@@ -118,14 +119,15 @@ def compute_gae_rnd(
     op = "compute_gae_rnd"
     ext = compute_gae(
         rewards,
-        ext_values,
+        _per_step(op, "ext_values", ext_values, rewards),
         dones,
         _per_row(op, "next_value_ext", next_value_ext, rewards),
         next_done,
         gamma,
         gae_lambda,
     )
-    _tensor(op, "curiosity_rewards", curiosity_rewards)
+    curiosity_rewards = _per_step(op, "curiosity_rewards", curiosity_rewards, rewards)
+    int_values = _per_step(op, "int_values", int_values, rewards)
     never = torch.zeros((), dtype=torch.bool, device=curiosity_rewards.device).expand(curiosity_rewards.shape)
     intrinsic = rlt.gae(
         curiosity_rewards,
@@ -173,7 +175,7 @@ def compute_q_lambda(
     return rlt.td_lambda_returns(
         rewards,
         values,
-        dones,
+        _per_step(op, "dones", dones, rewards),
         last_values=_per_row(op, "next_value", next_value, rewards),
         last_done=_per_row(op, "next_done", next_done, rewards),
         gamma=gamma,
@@ -201,14 +203,23 @@ def _tensor(op: str, name: str, x: object) -> torch.Tensor:
     return x
 
 
-def _transitions(op: str, dones: object) -> torch.Tensor:
-    return _tensor(op, "dones", dones) == 0
+def _per_step(op: str, name: str, x: object, rewards: object) -> torch.Tensor:
+    """x, checked here where the library would name it otherwise than the script."""
+    x, like = _tensor(op, name, x), _tensor(op, "rewards", rewards)
+    if x.shape != like.shape or x.device != like.device:
+        raise ValueError(
+            f"{op}: {name} must have the shape and device of rewards, {list(like.shape)} on {like.device}, got "
+            f"{list(x.shape)} on {x.device}"
+        )
+    return x
 
 
 def _per_row(op: str, name: str, x: object, rewards: object) -> torch.Tensor:
     """x with the batch shape of [T, ...] rewards, as a view; value heads leave a unit axis before or behind it."""
-    x = _tensor(op, name, x)
-    batch = _tensor(op, "rewards", rewards).shape[1:]
+    x, like = _tensor(op, name, x), _tensor(op, "rewards", rewards)
+    batch = like.shape[1:]
+    if x.device != like.device:
+        raise ValueError(f"{op}: {name} must be on the device of rewards, {like.device}, got {x.device}")
     if x.shape == batch:
         return x
     if x.shape == (1, *batch):
@@ -217,6 +228,6 @@ def _per_row(op: str, name: str, x: object, rewards: object) -> torch.Tensor:
         return x[..., 0]
     forms = ", ".join(str(list(shape)) for shape in dict.fromkeys(((*batch,), (1, *batch), (*batch, 1))))
     raise ValueError(
-        f"{op}: {name} must have one entry for each environment, {forms} for rewards of shape "
-        f"{list(rewards.shape)}, got {list(x.shape)}"  # type: ignore[attr-defined]
+        f"{op}: {name} must have one entry for each environment, {forms} for rewards of shape {list(like.shape)}, got "
+        f"{list(x.shape)}"
     )

@@ -208,3 +208,16 @@ def test_wrong_edge(name):
         cleanrl.compute_gae(**inputs, gamma=0.9, gae_lambda=0.8)
     with pytest.raises(TypeError, match=f"compute_gae: {name} must be a torch.Tensor, got float"):
         cleanrl.compute_gae(**inputs | {name: 0.0}, gamma=0.9, gae_lambda=0.8)
+
+
+def test_errors_speak_the_scripts_language():
+    inputs = window(0, 6, 4)
+    for function in (cleanrl.compute_gae, cleanrl.compute_q_lambda):
+        name = function.__name__
+        message = rf"{name}: dones must have the shape and device of rewards, \[6, 4\] on cpu, got \[4, 6\] on cpu"
+        with pytest.raises(ValueError, match=message):
+            function(*(inputs | dict(dones=torch.zeros(4, 6))).values(), 0.9, 0.8)
+        with pytest.raises(TypeError, match=f"{name}: dones must be a torch.Tensor, got NoneType"):
+            function(*(inputs | dict(dones=None)).values(), 0.9, 0.8)
+        with pytest.raises(ValueError, match=f"{name}: next_value must be on the device of rewards, cpu, got meta"):
+            function(*(inputs | dict(next_value=torch.zeros(4, device="meta"))).values(), 0.9, 0.8)
