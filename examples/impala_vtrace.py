@@ -48,13 +48,13 @@ class Args:
     """any environment with vectors as observations and discrete actions"""
     credit: Literal["rl_triton", "loop"] = "rl_triton"
     """what computes targets and advantages"""
-    lag: int = 40
+    lag: int = 20
     """updates by which the actors' policy is older than the learner's"""
-    total_timesteps: int = 300_000
+    total_timesteps: int = 200_000
     """of each run"""
     num_envs: int = 16
-    num_steps: int = 32
-    learning_rate: float = 1.5e-3
+    num_steps: int = 16
+    learning_rate: float = 3e-3
     gamma: float = 0.99
     rho_bar: float = 1.0
     c_bar: float = 1.0
