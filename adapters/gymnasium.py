@@ -231,8 +231,9 @@ class Recorder:
 
     def _any_cut(self) -> bool:
         """Whether an episode was truncated, as far as the host can say without waiting for a device."""
-        cuts = [s & ~e for e, s in zip(self._terminated, self._truncated, strict=True)]
-        return not _on_host(cuts[0]) or any(bool(cut.any()) for cut in cuts)
+        if not _on_host(self._terminated[0]):
+            return True
+        return any(bool((s & ~e).any()) for e, s in zip(self._terminated, self._truncated, strict=True))
 
     def _transitions(self) -> torch.Tensor:
         """False on the rows behind a step that ended an episode."""

@@ -289,9 +289,10 @@ def test_on_a_gpu(mode):
         for _ in range(6):
             values.append(value_of(obs.cuda()))
             obs, *step = envs.step(np.zeros(5, dtype=np.int64))
-            with torch.cuda.device(0):
-                torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode("error")
+            try:
                 recorder.step(obs, *step)
+            finally:
                 torch.cuda.set_sync_debug_mode("default")
             done = (step[1] | step[2]).cpu().numpy()
             dones.append(done)
