@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 try:
     import libcst as cst
@@ -170,28 +170,32 @@ def rewrite(source: bytes) -> Rewritten:
     imported = _imported_roots(module)
     notes: list[str] = []
     reasons: list[str] = []
-    replacements: dict[cst.CSTNode, cst.CSTNode] = {}
-    functions: list[str] = []
+    candidates: list[Candidate] = []
     for block, without_graph in _blocks(module):
         body = list(block.body)
-        new, at = [], 0
         for i, statement in enumerate(body):
-            if not _is_backward_loop(statement):
-                continue
-            try:
-                found, first, last = _recognise(module, body, i, line)
-                replaced = body[first : last + 1]
-                _check(module, found, replaced, without_graph, line)
-            except Refused as refusal:
-                reasons.append(str(refusal))
-                continue
-            notes.append(f"line {line(statement)}: the loop is now {found.template.function}")
-            functions.append(found.template.function)
-            new += [*body[at:first], *_replacement(module, found, replaced[0], positions[replaced[0]].start.column)]
-            at = last + 1
-        if at:
-            replacements[block] = block.with_changes(body=[*new, *body[at:]])
-    if not replacements:
+            if _is_backward_loop(statement):
+                try:
+                    found, first, last = _recognise(module, body, i, line)
+                    candidates.append(Candidate(block, first, last, body[first : last + 1], found, without_graph))
+                except Refused as refusal:
+                    reasons.append(str(refusal))
+    # What a loop of ours reads it has set itself, so it matters to no other.
+    inside = {id(node) for candidate in candidates for replaced in candidate.replaced for node in _walk(replaced)}
+    plan: dict[cst.CSTNode, list[Edit]] = {}
+    functions: list[str] = []
+    for block, first, last, replaced, found, without_graph in candidates:
+        loop = replaced[found.template.loop]
+        try:
+            _check(module, found, line(loop), inside, without_graph, line)
+        except Refused as refusal:
+            reasons.append(str(refusal))
+            continue
+        notes.append(f"line {line(loop)}: the loop is now {found.template.function}")
+        functions.append(found.template.function)
+        statements = _replacement(module, found, replaced[0], positions[replaced[0]].start.column)
+        plan.setdefault(block, []).append(Edit(first, last, statements))
+    if not plan:
         if "jax" in imported:
             raise Refused("it computes in JAX; rl_triton works on torch tensors")
         if not reasons:
@@ -200,10 +204,41 @@ def rewrite(source: bytes) -> Rewritten:
                 reasons = [f"it uses {MODULE} already"]
         raise Refused("; ".join(reasons))
     notes += [f"left alone: {reason}" for reason in reasons]
-    for old, changed in replacements.items():
-        module = cast(cst.Module, changed if old is module else module.deep_replace(old, changed))
-    module = _with_import(module, list(dict.fromkeys(functions)))
+    module = _with_import(module.visit(_Editor(plan)), list(dict.fromkeys(functions)))
     return Rewritten(module.bytes, notes, module.encoding)
+
+
+class Candidate(NamedTuple):
+    """Statements first to last of a block, which follow a template."""
+
+    block: Any
+    first: int
+    last: int
+    replaced: Sequence[Any]
+    found: Found
+    without_graph: bool
+
+
+class Edit(NamedTuple):
+    """Statements first to last of a block are replaced."""
+
+    first: int
+    last: int
+    statements: list[cst.BaseStatement]
+
+
+class _Editor(cst.CSTTransformer):
+    def __init__(self, plan: dict[cst.CSTNode, list[Edit]]) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        updated_node = super().on_leave(original_node, updated_node)
+        body = None
+        for edit in reversed(self.plan.get(original_node, [])):
+            body = list(updated_node.body) if body is None else body
+            body[edit.first : edit.last + 1] = edit.statements
+        return updated_node if body is None else updated_node.with_changes(body=body)
 
 
 class Found(NamedTuple):
@@ -304,10 +339,9 @@ class _Matcher:
         raise Mismatch(node, wanted)
 
 
-def _check(module: cst.Module, found: Found, replaced: Sequence[cst.CSTNode], without_graph: bool, line: Any) -> None:
+def _check(module: cst.Module, found: Found, loop_line: int, inside: set[int], without_graph: bool, line: Any) -> None:
     """What the loop itself does not tell: gradients, how many rows there are, and who else uses its names."""
     function, holes = found.template.function, found.holes
-    loop_line = line(replaced[found.template.loop])
     if not without_graph:
         raise Refused(
             f"line {loop_line}: the loop is not under torch.no_grad(), so what it computes may carry a graph; the "
@@ -319,7 +353,6 @@ def _check(module: cst.Module, found: Found, replaced: Sequence[cst.CSTNode], wi
                 f"line {loop_line}: the loop runs over `{_text(module, holes['_steps'])}` steps, and nothing in the "
                 f"script shows that `{_text(module, holes[name])}` has as many rows"
             )
-    inside = {id(node) for statement in replaced for node in _walk(statement)}
     reads = list(_reads(module))
     for name in found.template.temporaries:
         if not isinstance(holes[name], cst.Name):

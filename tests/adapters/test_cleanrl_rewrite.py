@@ -227,6 +227,21 @@ def test_other_loops_are_left_alone_and_named():
     assert [note.split(": ")[0] for note in result.notes] == ["line 25", "left alone"]
 
 
+def test_several_loops():
+    """In one block, in another, and in one inside of that."""
+    inner = "    if True:\n        with torch.no_grad():\n" + GAE.replace("\n        ", "\n            ")
+    source = script(GAE + RND) + inner + "    with torch.no_grad():\n" + Q_LAMBDA
+    result = rewrite(source.encode())
+    text = result.source.decode()
+    assert len(result.notes) == 4
+    assert "reversed" not in text
+    assert "from rl_triton.adapters.cleanrl import compute_gae, compute_gae_rnd, compute_q_lambda\n" in text
+    for seed in (3, 4):
+        before, after = run(source, seed), run(text, seed)
+        for name in before:
+            torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-5)
+
+
 def test_names_of_other_scopes_do_not_count():
     inner = "def f(error, t):\n    running = error + t\n    return [running for alive in range(3) if alive]\n"
     rewrite((inner + script(GAE)).encode())
