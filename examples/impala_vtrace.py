@@ -235,8 +235,8 @@ def plot(runs: dict[str, list[Run]], args: Args, path: Path) -> None:
         axes.fill_between(grid, np.min(smoothed, axis=0), np.max(smoothed, axis=0), color=line.get_color(), alpha=0.2)
     axes.set(
         xlabel="environment steps",
-        ylabel="return (mean of 100 episodes; range of the seeds)",
-        title=f"{args.env_id}, actors {args.lag} updates behind",
+        ylabel="return (mean of 100 episodes)",
+        title=f"{args.env_id}, actors {args.lag} updates behind; mean and range of the seeds",
     )
     axes.legend(loc="upper left")
     figure.tight_layout()
