@@ -15,10 +15,9 @@ def blocks(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks(page):
-    if "stable_baselines3" in page.read_text() or "sb3" in page.read_text():
-        pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not installed")
-    if "torchrl" in page.read_text():
-        pytest.importorskip("torchrl", reason="TorchRL is not installed")
+    for word, package in (("sb3", "stable_baselines3"), ("torchrl", "torchrl"), ("gymnasium", "gymnasium")):
+        if word in page.read_text():
+            pytest.importorskip(package, reason=f"{package} is not installed")
     namespace = {}
     try:
         for block in blocks(page):
