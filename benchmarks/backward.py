@@ -1,0 +1,149 @@
+"""Gradients of gae: ours with `differentiable=True`, in eager code and compiled, beside autograd through the baselines.
+
+    python -m benchmarks.backward            # rows go to benchmarks/results/backward.jsonl
+    python -m benchmarks.backward --table    # prints the stored rows
+
+"forward and backward" is a call and `torch.autograd.grad` of both results, weighted at random, by rewards, values and
+last_values; "backward" is the second half alone, on a graph that is kept. Bytes are those of a backward pass that reads
+the weights and the flags once and writes the gradients once. Nothing is timed whose gradients do not agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from tqdm import tqdm
+
+import rl_triton as rlt
+from benchmarks import timing
+from benchmarks.baselines import scans
+from benchmarks.baselines.loops import loop
+from benchmarks.provenance import append, provenance, stored
+
+SHAPES = ((4096, 128), (4096, 2048), (16384, 2048))
+GAMMA, LAMBDA = 0.99, 0.95
+SECONDS = 0.5
+MAX_LOOP_STEPS = 2048  # the loop keeps a dozen tensors a step
+Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def _ours(rewards: torch.Tensor, values: torch.Tensor, terminated: torch.Tensor, last_values: torch.Tensor) -> Any:
+    return rlt.gae(
+        rewards, values, terminated, last_values=last_values, gamma=GAMMA, lambda_=LAMBDA, differentiable=True
+    )
+
+
+def _loop(rewards: torch.Tensor, values: torch.Tensor, terminated: torch.Tensor, last_values: torch.Tensor) -> Any:
+    return loop(rewards, values, terminated.to(rewards.dtype), last_values, GAMMA, LAMBDA, 1)
+
+
+def _scan(rewards: torch.Tensor, values: torch.Tensor, terminated: torch.Tensor, last_values: torch.Tensor) -> Any:
+    return scans.gae(rewards, values, terminated, last_values=last_values, gamma=GAMMA, lambda_=LAMBDA, dim=1)
+
+
+def _compiled(function: Function) -> Function:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+WHO: dict[str, Callable[[], Function]] = {
+    "rl_triton": lambda: _ours,
+    "rl_triton, compiled": lambda: _compiled(_ours),
+    "eager loop": lambda: _loop,
+    "compiled scan": lambda: _compiled(_scan),
+}
+
+
+class Gradients:
+    """One subject on one set of tensors."""
+
+    def __init__(self, function: Function, shape: tuple[int, int], device: str, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(shape, generator=generator) for _ in range(4)]
+        rewards, values, *self.weights = (x.to(device=device, dtype=dtype) for x in tensors)
+        last_values = torch.randn(shape[0], generator=generator).to(device=device, dtype=dtype)
+        self.terminated = (torch.rand(shape, generator=generator) < 0.01).to(device)
+        self.leaves = tuple(x.requires_grad_() for x in (rewards, values, last_values))
+        self.function = function
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        rewards, values, last_values = self.leaves
+        return tuple(self.function(rewards, values, self.terminated, last_values))
+
+    def both(self) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(self.forward(), self.leaves, self.weights)
+
+    def backward(self) -> Callable[[], tuple[torch.Tensor, ...]]:
+        results = self.forward()
+        return lambda: torch.autograd.grad(results, self.leaves, self.weights, retain_graph=True)
+
+
+def check(function: Function, device: str) -> None:
+    """Gradients against autograd through the loop in float64."""
+    actual = Gradients(function, (64, 100), device, torch.float32).both()
+    expected = Gradients(_loop, (64, 100), device, torch.float64).both()
+    for x, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def copy_of(n_bytes: int, device: str, seconds: float) -> timing.Times:
+    """Moving as many bytes: half of them read, half written."""
+    source = torch.empty(n_bytes // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return timing.amortised([lambda: target.copy_(source)], lambda _: timing.synchronize(device), seconds)
+
+
+def measure(device: str, shapes: tuple[tuple[int, int], ...], seconds: float) -> Iterator[dict[str, Any]]:
+    where = provenance(device)
+    functorch_config.donated_buffer = False  # a graph that is kept gives no buffer away
+    cases = [(shape, who) for shape in shapes for who in WHO if who != "eager loop" or shape[1] <= MAX_LOOP_STEPS]
+    for shape, who in tqdm(cases, desc="gradients", unit="case"):
+        torch._dynamo.reset()
+        function = WHO[who]()
+        check(function, device)
+        subject = Gradients(function, shape, device, torch.float32)
+        n_bytes = sum(x.numel() * x.element_size() for x in (*subject.weights, *subject.leaves, subject.terminated))
+        row: dict[str, Any] = {"op": "gae", "who": who, "N": shape[0], "T": shape[1], "bytes": n_bytes}
+        for name, call in (("both", subject.both), ("backward", subject.backward())):
+            for clock in (timing.single, timing.amortised):
+                times = clock([call], lambda _: timing.synchronize(device), seconds)
+                row |= times.columns(f"{name}_{clock.__name__}")
+        if torch.device(device).type == "cuda":
+            row |= copy_of(n_bytes, device, seconds).columns("copy")
+        yield row | where
+
+
+def table() -> str:
+    lines = ["| N x T | who | forward and backward | backward | of a copy's speed |", "|---|---|---|---|---|"]
+    latest = {(row["N"], row["T"], row["who"]): row for row in stored("backward")}
+    for (n, n_steps, who), row in latest.items():
+        share = f"{100 * row['copy_us'] / row['backward_amortised_us']:.0f} %" if "copy_us" in row else ""
+        both, backward = f"{row['both_amortised_us']:,.0f} us", f"{row['backward_amortised_us']:,.0f} us"
+        lines.append(f"| {n} x {n_steps} | {who} | {both} | {backward} | {share} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES], metavar="NxT")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of each of four clocks (default {SECONDS})")
+    parser.add_argument("--commit", help="of the code, where the checkout has no git history")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/backward.jsonl")
+    parser.add_argument("--table", action="store_true", help="print the stored rows as a table")
+    args = parser.parse_args()
+    if args.table:
+        print(table())
+        return 0
+    shapes = tuple(tuple(map(int, shape.split("x"))) for shape in args.shapes)
+    for row in measure(args.device, shapes, args.seconds):  # type: ignore[arg-type]
+        append("backward", [row | ({"commit": args.commit} if args.commit else {})], args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
