@@ -115,20 +115,23 @@ def _peak_bytes(call: Call, device: str) -> int | None:
 
 
 def table() -> str:
-    latest = {tuple(row[k] for k in ("B", "T", "op", "family", "who")): row for row in stored("torchrl")}
-    if not latest:
-        return "Not measured yet.\n"
-    lines = ["| B, T | call | family | TorchRL | rl_triton | ratio |", "|---|---|---|---|---|---|"]
-    for (b, t, op, family, who), row in latest.items():
-        if who != "torchrl":
-            continue
-        ours = latest[b, t, op, family, "rl_triton"]["single_us"]
-        ratio = row["single_us"] / ours
-        cells = (f"{b}, {t}", op, family, f"{row['single_us']:,.0f} us", f"{ours:,.0f} us", f"{ratio:,.1f}x")
-        lines.append("| " + " | ".join(cells) + " |")
-    row = next(iter(latest.values()))
-    machine = f"{row['machine']}, torchrl {row['torchrl']}, torch {row['torch']}, Triton {row['triton']}, {row['date']}"
-    lines += ["", f"Median of single calls, synchronised before and after: {machine}, commit {row['commit']}.", ""]
+    """Of each machine the latest row of each call."""
+    rows = stored("torchrl")
+    lines: list[str] = []
+    for machine in dict.fromkeys(row["machine"] for row in rows):
+        latest = {
+            tuple(row[k] for k in ("B", "T", "op", "family", "who")): row for row in rows if row["machine"] == machine
+        }
+        lines += ["| B, T | call | TorchRL's | us | rl_triton, us | ratio |", "|---|---|---|---|---|---|"]
+        for (b, t, op, family, who), row in latest.items():
+            if who != "torchrl":
+                continue
+            theirs, ours = row["single_us"], latest[b, t, op, family, "rl_triton"]["single_us"]
+            cells = (f"{b}, {t}", op, family, f"{theirs:,.0f}", f"{ours:,.0f}", f"{theirs / ours:,.1f}x")
+            lines.append("| " + " | ".join(cells) + " |")
+        last = list(latest.values())[-1]
+        versions = ", ".join(f"{name} {last[name]}" for name in ("torchrl", "torch", "triton"))
+        lines += ["", f"{machine}, {versions}, {last['date']}, commit {last['commit']}; median of single calls.", ""]
     return "\n".join(lines)
 
 
