@@ -10,9 +10,7 @@ the weights and the flags once and writes the gradients once. Nothing is timed w
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +18,10 @@ from torch._functorch import config as functorch_config
 from tqdm import tqdm
 
 import rl_triton as rlt
-from benchmarks import timing
+from benchmarks import command, timing
 from benchmarks.baselines import scans
 from benchmarks.baselines.loops import loop
-from benchmarks.provenance import append, provenance, stored
+from benchmarks.provenance import provenance, stored
 
 SHAPES = ((4096, 128), (4096, 2048), (16384, 2048))
 GAMMA, LAMBDA = 0.99, 0.95
@@ -97,7 +95,7 @@ def copy_of(n_bytes: int, device: str, seconds: float) -> timing.Times:
     return timing.amortised([lambda: target.copy_(source)], lambda _: timing.synchronize(device), seconds)
 
 
-def measure(device: str, shapes: tuple[tuple[int, int], ...], seconds: float) -> Iterator[dict[str, Any]]:
+def measure(device: str, shapes: command.Shapes, seconds: float) -> Iterator[dict[str, Any]]:
     where = provenance(device)
     functorch_config.donated_buffer = False  # a graph that is kept gives no buffer away
     cases = [(shape, who) for shape in shapes for who in WHO if who != "eager loop" or shape[1] <= MAX_LOOP_STEPS]
@@ -128,20 +126,11 @@ def table() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES], metavar="NxT")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of each of four clocks (default {SECONDS})")
-    parser.add_argument("--commit", help="of the code, where the checkout has no git history")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/backward.jsonl")
-    parser.add_argument("--table", action="store_true", help="print the stored rows as a table")
-    args = parser.parse_args()
+    args = command.parser(__doc__, "backward", SHAPES, SECONDS).parse_args()
     if args.table:
         print(table())
         return 0
-    shapes = tuple(tuple(map(int, shape.split("x"))) for shape in args.shapes)
-    for row in measure(args.device, shapes, args.seconds):  # type: ignore[arg-type]
-        append("backward", [row | ({"commit": args.commit} if args.commit else {})], args.out)
+    command.store("backward", measure(args.device, tuple(args.shapes), args.seconds), args)
     return 0
 
 

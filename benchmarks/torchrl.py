@@ -9,18 +9,16 @@ uses it, forward and backward through values and rewards. Nothing is timed whose
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from benchmarks import timing
-from benchmarks.provenance import ROOT, append, provenance, stored
+from benchmarks import command, timing
+from benchmarks.provenance import ROOT, provenance, stored
 
 SHAPES = ((64, 512), (4096, 128), (8, 4096), (16384, 32))
 SECONDS = 0.3
@@ -63,7 +61,7 @@ def call_of(op: str, function: Callable[..., Any], x: dict[str, torch.Tensor]) -
     return forward_and_backward
 
 
-def measure(device: str, shapes: tuple[tuple[int, int], ...], seconds: float) -> Iterator[dict[str, Any]]:
+def measure(device: str, shapes: command.Shapes, seconds: float) -> Iterator[dict[str, Any]]:
     from torchrl.objectives.value import functional
 
     from rl_triton.adapters import status, torchrl
@@ -136,21 +134,12 @@ def table() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, s)) for s in SHAPES], metavar="BxT")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of timing a call (default {SECONDS})")
-    parser.add_argument("--commit", help="of the code, where the checkout has no git history")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/torchrl.jsonl")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/torchrl.md from the stored rows")
-    args = parser.parse_args()
+    args = command.parser(__doc__, "torchrl", SHAPES, SECONDS).parse_args()
     if args.table:
         text = PAGE.read_text()
         PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table()}{END}", text, flags=re.DOTALL))
         return 0
-    shapes = tuple(tuple(map(int, shape.split("x"))) for shape in args.shapes)
-    for row in measure(args.device, shapes, args.seconds):  # type: ignore[arg-type]
-        append("torchrl", [row | ({"commit": args.commit} if args.commit else {})], args.out)
+    command.store("torchrl", measure(args.device, tuple(args.shapes), args.seconds), args)
     return 0
 
 
