@@ -1,14 +1,15 @@
 """The examples at full size: learning curves, where the time of an update goes, and what a faster step is worth.
 
     python -m benchmarks.learning run --plan envs breakdown amdahl --out results --minutes 9
-    python -m benchmarks.learning run --plan pong --out results --cores 0-23 --parallel 6 --gpu 0,1 --minutes 9
+    python -m benchmarks.learning run --plan pong --out results --cores 0-23 --shared --parallel 6 --gpu 0,1
     python -m benchmarks.learning run --plan pong --out try --only loop-1 -- --total-timesteps 100000
     python -m benchmarks.learning store results/learning.tar.xz
     python -m benchmarks.learning report        # plots, and the tables of docs/ppo.md
 
 `run` starts the runs of the plans one after the other, or --parallel of them side by side, each in a process of its own
-with its share of the cores. What follows `--` goes to every run. All that is to be kept is in one archive in the folder
---out, written anew whenever a run is done. `store` appends it to benchmarks/results/learning.jsonl.
+with its share of the cores. With --shared all have all of the cores, and twice their share of emulators' threads, which
+work while other runs wait for a GPU. What follows `--` goes to every run. All that is to be kept is in one archive in
+the folder --out, written anew whenever a run is done. `store` appends it to benchmarks/results/learning.jsonl.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class Slot:
     cores: tuple[int, ...]
     """Empty: all."""
     gpu: str | None
+    threads: int
+    """Of the emulators; 0: the run's own choice."""
 
     def environment(self) -> dict[str, str]:
         return dict(os.environ) | ({} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu})
@@ -124,7 +127,7 @@ class Slot:
             os.sched_setaffinity(0, self.cores)
 
 
-def slots(parallel: int, cores: str | None, gpu: str | None) -> list[Slot]:
+def slots(parallel: int, cores: str | None, gpu: str | None, shared: bool) -> list[Slot]:
     """Raises ValueError: fewer cores than runs side by side."""
     chosen: list[int] = []
     if cores is not None:
@@ -134,7 +137,10 @@ def slots(parallel: int, cores: str | None, gpu: str | None) -> list[Slot]:
             raise ValueError(f"--cores must be at least {parallel}, one for each of --parallel, got {cores}")
     gpus = [None] if gpu is None else gpu.split(",")
     shares = [tuple(int(x) for x in share) for share in np.array_split(chosen, parallel)]
-    return [Slot(shares[i], gpus[i % len(gpus)]) for i in range(parallel)]
+    threads = [len(share) for share in shares]
+    if shared:
+        shares, threads = [tuple(chosen)] * parallel, [2 * share for share in threads]
+    return [Slot(shares[i], gpus[i % len(gpus)], threads[i]) for i in range(parallel)]
 
 
 @dataclass
@@ -146,16 +152,17 @@ class Run:
     folder: Path
     process: subprocess.Popen
     began: float
+    parallel: int
 
     @classmethod
-    def start(cls, job: Job, slot: Slot, minutes: float, extra: Sequence[str]) -> Run:
+    def start(cls, job: Job, slot: Slot, minutes: float, parallel: int, extra: Sequence[str]) -> Run:
         folder = WORK / job.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         script = ROOT / "examples" / f"{job.example}.py"
         command = [sys.executable, str(script), *job.options, "--max-minutes", f"{minutes:.3f}", "--runs", str(folder)]
-        if job.example == "ppo_atari" and slot.cores:
-            command += ["--threads", str(len(slot.cores))]
+        if job.example == "ppo_atari":
+            command += ["--threads", str(slot.threads)]
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
                 [*command, *extra],
@@ -166,7 +173,7 @@ class Run:
                 preexec_fn=slot.pin,
                 start_new_session=True,
             )
-        return cls(job, slot, folder, process, time.monotonic())
+        return cls(job, slot, folder, process, time.monotonic(), parallel)
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -180,7 +187,8 @@ class Run:
     def row(self) -> Row:
         """What it came to: the example's results, or the end of what it printed."""
         row = {"plan": self.job.plan, "name": self.job.name, "example": self.job.example}
-        row |= {"cores": len(self.slot.cores) or os.cpu_count(), "wall_seconds": time.monotonic() - self.began}
+        row |= {"cores": len(self.slot.cores) or os.cpu_count(), "parallel": self.parallel}
+        row |= {"wall_seconds": time.monotonic() - self.began}
         (written,) = [*self.folder.glob("*/results.json")][:1] or [None]
         if written is None:
             return row | {"failed": f"exit {self.process.returncode}", "log": (self.folder / "log").read_text()[-3000:]}
@@ -205,7 +213,7 @@ def pack(out: Path, rows: Sequence[Row]) -> None:
 def run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60.0 * args.minutes
     waiting = [job for plan in args.plan for job in PLANS[plan]() if re.search(args.only, job.name)]
-    free = slots(args.parallel, args.cores, args.gpu)
+    free = slots(args.parallel, args.cores, args.gpu, args.shared)
     where = provenance("cuda" if torch.cuda.is_available() else "cpu") | (
         {"commit": args.commit} if args.commit else {}
     )
@@ -231,7 +239,8 @@ def run(args: argparse.Namespace) -> int:
             left = deadline - time.monotonic()
             while free and waiting and left > 1.5 * args.start_seconds:
                 job = waiting.pop(0)
-                running.append(Run.start(job, free.pop(0), (left - args.start_seconds) / 60.0, args.options))
+                minutes = (left - args.start_seconds) / 60.0
+                running.append(Run.start(job, free.pop(0), minutes, args.parallel, args.options))
                 say(f"{job.name} started")
             if left < 0 or (waiting and not running):
                 break
@@ -304,6 +313,7 @@ def parser() -> argparse.ArgumentParser:
     r.add_argument("--start-seconds", type=float, default=START_SECONDS, help="of a run's time, not for training")
     r.add_argument("--parallel", type=int, default=1, help="runs side by side (default 1)")
     r.add_argument("--cores", metavar="A-B", help="which the runs share; default: all for each")
+    r.add_argument("--shared", action="store_true", help="every run may use all of --cores")
     r.add_argument("--gpu", metavar="K[,K]", help="taken in turn; default: as CUDA_VISIBLE_DEVICES says")
     r.add_argument("--commit", help="of the code, where the checkout has no git history")
     r.add_argument("options", nargs="*", help="behind --, for every run")

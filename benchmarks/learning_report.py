@@ -78,17 +78,18 @@ def pong_section(rows: Sequence[Row]) -> list[str]:
                 str(row["args"]["seed"]),
                 f"{row['total_steps'] / 1e6:.2f} M",
                 minutes(row["seconds"]),
-                f"{row['steps_per_second']:,.0f} ({row['cores']})",
+                f"{row['steps_per_second']:,.0f}",
                 f"{row['final_return']:.1f}" if scores else "",
                 "not" if reached is None else f"{reached / 1e6:.2f} M",
                 f"{row['largest_difference']:.1e}",
             ]
         )
-    header = ["credit", "seed", "steps", "minutes", "steps/s (cores)", "score", f"{PONG_GOAL:.0f} at", "difference"]
+    header = ["credit", "seed", "steps", "minutes", "steps/s", "score", f"{PONG_GOAL:.0f} at", "difference"]
     text = ["### Pong", "", "![score of each run](../benchmarks/results/pong.png)", "", *table(header, lines), ""]
     text += [
         "Score: the mean of the last 100 games. Difference: the largest between the advantages and returns of the two",
-        "settings on the run's last rollout.",
+        "settings on the run's last rollout. "
+        f"{runs[0]['parallel']} runs side by side, on {runs[0]['cores']} of the host's cores.",
     ]
     groups = {
         credit: [row["final_return"] for row in runs if row["args"]["credit"] == credit and row["games"]]

@@ -329,7 +329,8 @@ def learning_rows():
     for credit, scores in (("rl_triton", (18.0, 19.0, 20.0)), ("loop", (18.5, 19.0, 19.5))):
         for seed, score in enumerate(scores, 1):
             row = {"plan": "pong", "name": f"pong-{credit}-{seed}", "args": {"credit": credit, "seed": seed}}
-            row |= {"total_steps": 3_000_000, "seconds": 500.0, "steps_per_second": 6000.0, "cores": 5, "games": 900}
+            row |= {"total_steps": 3_000_000, "seconds": 500.0, "steps_per_second": 6000.0, "cores": 24, "games": 900}
+            row |= {"parallel": 6}
             row |= {"final_return": score, "largest_difference": 4e-7, "phases": phases}
             yield row | {"curve": [[1e6, -21.0], [2e6, 15.5], [3e6, score]]} | where
     given = {"num_envs": 4096, "hidden": 128, "compile": "none", "credit": "rl_triton"}
@@ -350,7 +351,7 @@ def learning_rows():
 def test_report_of_learning(tmp_path):
     rows = list(learning_rows())
     text = learning_report.tables(rows)
-    assert "| `rl_triton` | 3 | 3.00 M | 8.3 | 6,000 (5) | 20.0 | 2.00 M | 4.0e-07 |" in text
+    assert "| `rl_triton` | 3 | 3.00 M | 8.3 | 6,000 | 20.0 | 2.00 M | 4.0e-07 |" in text
     assert "+0.00, 95 % bootstrap interval -" in text
     assert "which holds 0" in text
     assert "upright in 95%" in text
@@ -389,11 +390,14 @@ def test_curves_are_thinned():
 
 
 def test_cores_and_gpus_are_shared():
-    shares = learning.slots(3, "2-8", "0,1")
+    shares = learning.slots(3, "2-8", "0,1", shared=False)
     assert [slot.cores for slot in shares] == [(2, 3, 4), (5, 6), (7, 8)]
     assert [slot.gpu for slot in shares] == ["0", "1", "0"]
+    assert [slot.threads for slot in shares] == [3, 2, 2]
+    (one, *_) = learning.slots(3, "2-8", None, shared=True)
+    assert (one.cores, one.gpu, one.threads) == (tuple(range(2, 9)), None, 6)
     with pytest.raises(ValueError, match="at least 3"):
-        learning.slots(3, "0-1", None)
+        learning.slots(3, "0-1", None, shared=False)
 
 
 PROGRAM = """
