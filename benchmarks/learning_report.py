@@ -179,7 +179,7 @@ def breakdown_section(rows: Sequence[Row]) -> list[str]:
     text = ["### Where the time of an update goes", "", "![phases](../benchmarks/results/breakdown.png)", ""]
     text += [*table(header, lines), "", "Medians over the updates of a run, without the first ones, which compile."]
     text.append(
-        f"Credit assignment is faster than ours in {len(slower)} of {compared} comparisons"
+        f"Another way to assign credit is faster than ours in {len(slower)} of {compared} comparisons"
         f"{': ' + '; '.join(slower) if slower else ''}."
     )
     return [*text, "", source(of_plan(rows, "breakdown")), ""]
@@ -213,9 +213,20 @@ def amdahl_section(rows: Sequence[Row]) -> list[str]:
             )
     if not lines:
         return []
-    header = ["update", "instead of", "update, ms", "share before", "share after", "credit", "update", "Amdahl"]
+    header = [
+        "update",
+        "instead of",
+        "update, ms",
+        "share before",
+        "share after",
+        "credit faster",
+        "update faster",
+        "Amdahl",
+    ]
     text = ["### What it is worth", "", *table(header, lines), ""]
-    text.append("Credit, update: how many times faster with `rl_triton`, measured; Amdahl: what the formula gives.")
+    text.append(
+        "Faster: how many times with `rl_triton`, measured; Amdahl: what the formula gives for the whole update."
+    )
     return [*text, "", source(of_plan(rows, "amdahl") or of_plan(rows, "breakdown")), ""]
 
 

@@ -13,9 +13,10 @@ episodes that the frame limit cuts are bootstrapped from their last observation.
 far the two ways differ on the last rollout, and writes the learning curve.
 
 Emulation takes most of the time, a millisecond or less for each step and core, so the settings spend gradients rather
-than steps: 64 of them on 128 transitions each for every 2048. That is between OpenAI's baselines, whose coefficients
-these are (16 on 256 each for every 1024, at half the learning rate), and the small minibatches with which ChainerRL's
-PPO plays Pong well after 350 thousand steps (96 on 32 each for every 1024: github.com/chainer/chainerrl/pull/126).
+than steps: 64 of them, on 128 transitions each, for every 2048. OpenAI's baselines take 16, on 256, for every 1024; with
+small minibatches as here (96 on 32 for every 1024) ChainerRL's PPO played Pong well after 350 thousand steps
+(github.com/chainer/chainerrl/pull/126). The wider clip is that of CleanRL's search for the fastest Pong
+(github.com/vwxyzjn/cleanrl/pull/100); the value loss is not clipped, which does not help (Andrychowicz et al. 2021).
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Args:
     num_minibatches: int = 16
     update_epochs: int = 4
     norm_adv: bool = True
-    clip_coef: float = 0.1
-    clip_vloss: bool = True
+    clip_coef: float = 0.2
+    clip_vloss: bool = False
     ent_coef: float = 0.01
     vf_coef: float = 0.5
     max_grad_norm: float = 0.5
