@@ -364,7 +364,6 @@ def main(args: Args) -> int:
 
     progress = train(args, device, folder, writer)
     writer.close()
-    plot(progress, args, folder / "curve.png")
     # Medians, without the first tenth of the updates, which compiles.
     medians = {phase: float(np.median(x[len(x) // 10 :])) for phase, x in progress.phases.items()}
     update = sum(medians.values())
@@ -374,6 +373,7 @@ def main(args: Args) -> int:
     results |= {"total_steps": steps, "largest_difference": progress.largest_difference}
     results |= {"steps": progress.steps, "returns": progress.returns}
     (folder / "results.json").write_text(json.dumps(results))
+    plot(progress, args, folder / "curve.png")
 
     console = Console()
     table = Table("phase of an update", "median", "share", title=folder.name)

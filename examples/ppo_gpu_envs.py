@@ -643,12 +643,12 @@ def main(args: Args) -> int:
     results, failures = evaluate(args, agent, device) if args.eval_envs else ({}, [])
     medians = clock.medians()
     update = sum(medians.values())
-    if curve:
-        plot(curve, args, folder / "curve.png")
     stored = {"args": {key: str(x) if isinstance(x, Path) else x for key, x in asdict(args).items()}}
     stored |= {"device": str(device), "seconds": seconds, "phases": medians, "results": results}
     stored |= {"updates": len(clock.seconds["credit"]), "failures": failures, "curve": curve}
     (folder / "results.json").write_text(json.dumps(stored))
+    if curve:
+        plot(curve, args, folder / "curve.png")
     writer.close()
 
     console = Console()
