@@ -13,7 +13,7 @@ episodes that the frame limit cuts are bootstrapped from their last observation.
 far the two ways differ on the last rollout, and writes the learning curve.
 
 Emulation takes most of the time, a millisecond or less for each step and core, so the settings spend gradients rather
-than steps: 64 of them, on 128 transitions each, for every 2048. OpenAI's baselines take 16, on 256, for every 1024. With
+than steps: 64 of them, on 128 transitions each, for every 2048. OpenAI's baselines take 16, on 256, per 1024. With
 small minibatches (96 of 32 for every 1024) ChainerRL's PPO played Pong well after 350 thousand steps
 (github.com/chainer/chainerrl/pull/126). The wider clip is that of CleanRL's search for the fastest Pong
 (github.com/vwxyzjn/cleanrl/pull/100); the value loss is not clipped, which does not help (Andrychowicz et al. 2021).
