@@ -165,6 +165,7 @@ def run(problem: Problem) -> None:
             "STEPS": config.steps,
             "AXIS": config.axis,
             "PREFETCH": config.prefetch,
+            "WHOLE": layout.n_rows % config.rows == 0 and layout.n_steps % (config.chunks * config.steps) == 0,
         }
     device = problem.outputs[0].device
     scratch: tuple[torch.Tensor, ...] = ()

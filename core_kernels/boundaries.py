@@ -123,23 +123,24 @@ def fetch_successors(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The flags; V(s_t), which as a rule is an input; and V and the start flag of the step after each chunk."""
     t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
     past = row_mask & (t + STEPS < T)
-    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE)
     if START:
         tiles = tiles + (tl.load(address(boundary[1], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
     if boundary[2] is not None:
         tiles = tiles + load_steps(
-            boundary[2], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
+            boundary[2], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
         )
     if VALUES >= 0:
         tiles = tiles + (tl.load(address(inputs[VALUES], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
     elif boundary[5] is not None:
         tiles = tiles + (tl.load(address(boundary[5], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
         tiles = tiles + load_steps(
-            boundary[5], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
+            boundary[5], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
         )
     return tiles
 
@@ -170,6 +171,7 @@ def successors(
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The boundary rules on one tile.
 
@@ -235,7 +237,8 @@ def successors(
             ended_after = ended_after + (kinds[s] == _ENDED,)
     else:
         for s in tl.static_range(STEPS):
-            at_edge_s = t + s == T - 1
+            # The edge of a window of whole tiles is a chunk's last step.
+            at_edge_s = t != t if WHOLE and s < STEPS - 1 else t + s == T - 1
             at_edge = at_edge + (at_edge_s,)
             v_follow = v_follow + (tl.where(at_edge_s, value_beyond, own[s + 1]),)
 
@@ -280,9 +283,10 @@ def fetch_resets(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The flags, and with end flags that of the step before each chunk."""
-    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE)
     if not START:
         before = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS) - 1
         mask = row_mask & (before >= 0) & (before < T)
@@ -316,6 +320,7 @@ def resets(
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The boundary rules of a scan that runs forward: a flag resets the state before the step after it ("end" flags)
     or before its own step ("start" flags), on rows that are no transition too."""
@@ -351,6 +356,7 @@ def fetch_nothing(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """No boundary, no flags. (A tuple of no tiles is more than some versions of Triton can carry in a loop.)"""
     return (x[0],)
@@ -382,6 +388,7 @@ def unbounded(
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """No boundaries but the edge of the window, where a scan without an initial state begins."""
     t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
