@@ -29,14 +29,19 @@ def test_sb3_ppo(tmp_path):
 def test_torchrl_ppo(tmp_path):
     pytest.importorskip("tyro", reason="needs the extra `examples`")
     pytest.importorskip("torchrl", reason="TorchRL is not installed")
-    plot = tmp_path / "curves.png"
     budget = ["--total-frames", "2048", "--n-envs", "16", "--n-steps", "32", "--n-epochs", "1", "--n-minibatches", "2"]
-    command = [sys.executable, str(EXAMPLES / "torchrl_ppo.py"), *budget, "--plot", str(plot)]
+    command = [sys.executable, str(EXAMPLES / "torchrl_ppo.py"), *budget, "--out", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     printed = " ".join(result.stdout.split())
     assert "served 4, fallen back 0" in printed, result.stderr
     assert "advantages differ" not in printed
-    assert plot.stat().st_size > 10_000
+    assert (tmp_path / "learning_curves.png").stat().st_size > 10_000
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert list(runs) == ["TorchRL, default", "TorchRL, vectorized", "rl_triton"]
+    for run in runs.values():
+        assert [len(seconds) for seconds in run["seconds"].values()] == [4, 4, 4]
+        assert 0 < run["share_of_update"] < 1
+        assert run["largest_difference"] < 1e-3
     assert result.returncode == 1  # two thousand steps do not solve CartPole, and the program says so
 
 
