@@ -83,9 +83,9 @@ def _by_rows(n_rows: int, n_steps: int) -> LaunchConfig:
     elif n_rows >= 12288:
         rows, chunks, steps = 32, 4, 8
     elif n_rows >= 6144:
-        rows, chunks, steps = 32, 8, 8
+        rows, chunks, steps = 16, 8, 8
     elif n_rows >= 2048 and n_steps > 128:
-        rows, chunks, steps = 16, 16, 8
+        rows, chunks, steps = 16, 8, 16
     else:
         rows, chunks, steps = 16, 16, 8
     steps = min(steps, _power_of_two_at_least(n_steps))

@@ -28,6 +28,32 @@ def _flagged_at(boundary, sizes, rows, row_mask, t, T, START: tl.constexpr, DIMS
 
 
 @jit
+def _stopped(
+    active,
+    total,
+    discount,
+    v_beyond,
+    boundary,
+    sizes,
+    rows,
+    row_mask,
+    t,
+    T,
+    START: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Who goes on after row t; those whom a flag or the window's edge stops have added what lies beyond."""
+    carries, value = _flagged_at(boundary, sizes, rows, row_mask, t, T, START, DIMS, DTYPE)
+    if boundary[2] is not None:  # else 0 lies beyond
+        total += tl.where(active & carries, scaled(discount, value), 0.0)
+    active = active & (carries == 0)
+    at_edge = active & (t == T - 1)
+    total += tl.where(at_edge, scaled(discount, v_beyond), 0.0)
+    return active & (at_edge == 0), total
+
+
+@jit
 def window_kernel(
     inputs,
     factors,
@@ -57,45 +83,62 @@ def window_kernel(
     edge_value = load_row(boundary[0], sizes, rows, row_mask, DIMS, DTYPE)
 
     mask = row_mask & (t < T)
-    active = mask
-    if valid_flags is not None:
-        active = load_flag(valid_flags, sizes, rows, t, mask, DIMS)
     total = tl.where(mask, 0.0, 0.0).to(DTYPE)
-    discount = tl.where(mask, 1.0, 1.0).to(DTYPE)
     v_beyond = tl.where(mask, edge_value, 0.0)  # V of what the steps so far lead to, if nothing else is said
-    count = tl.where(mask, 0, 0)
     distance = 0
-    while tl.max(active.to(tl.int32)) > 0:
-        ahead = t + distance
-        stepping = active
-        if valid_flags is not None:
-            stepping = active & load_flag(valid_flags, sizes, rows, ahead, active, DIMS)
-        arrived = stepping & (count == n)
-        if boundary[4] is None:
-            v = load(boundary[5], sizes, rows, ahead, arrived, DIMS, DTYPE)
-        else:
-            v = v_beyond
-        total += tl.where(arrived, scaled(discount, v), 0.0)
-        active = active & (arrived == 0)
-        stepping = stepping & (arrived == 0)
-
-        reward = load(inputs[0], sizes, rows, ahead, stepping, DIMS, DTYPE)
-        if factors[0][0] is not None:
-            gamma = load(factors[0][0], sizes, rows, ahead, stepping, DIMS, DTYPE)
-        else:
+    if valid_flags is None:
+        # All who are still under way have taken as many steps as the tile, so where γ is a number its power is one, too.
+        active = mask
+        if factors[0][0] is None:
             gamma = float_factor(factors[0][1], DTYPE)
-        total += tl.where(stepping, scaled(discount, reward), 0.0)
-        discount = tl.where(stepping, product(discount, gamma), discount)
-        count += stepping.to(tl.int32)
-        if boundary[4] is not None:
-            v_beyond = tl.where(stepping, load(boundary[4], sizes, rows, ahead, stepping, DIMS, DTYPE), v_beyond)
+            discount = tl.full([1, 1], 1.0, DTYPE)
+        else:
+            discount = tl.where(mask, 1.0, 1.0).to(DTYPE)
+        while (distance < n) & (tl.max(active.to(tl.int32)) > 0):
+            ahead = t + distance
+            reward = load(inputs[0], sizes, rows, ahead, active, DIMS, DTYPE)
+            if factors[0][0] is not None:
+                gamma = load(factors[0][0], sizes, rows, ahead, active, DIMS, DTYPE)
+            total += tl.where(active, scaled(discount, reward), 0.0)
+            discount = product(discount, gamma)
+            if boundary[4] is not None:
+                v_beyond = tl.where(active, load(boundary[4], sizes, rows, ahead, active, DIMS, DTYPE), v_beyond)
+            active, total = _stopped(
+                active, total, discount, v_beyond, boundary, sizes, rows, row_mask, ahead, T, START, DIMS, DTYPE
+            )
+            distance += 1
+        if boundary[4] is None:
+            v_beyond = load(boundary[5], sizes, rows, t + n, active, DIMS, DTYPE)
+        total += tl.where(active, scaled(discount, v_beyond), 0.0)
+    else:
+        active = load_flag(valid_flags, sizes, rows, t, mask, DIMS)
+        discount = tl.where(mask, 1.0, 1.0).to(DTYPE)
+        count = tl.where(mask, 0, 0)
+        while tl.max(active.to(tl.int32)) > 0:
+            ahead = t + distance
+            stepping = active & load_flag(valid_flags, sizes, rows, ahead, active, DIMS)
+            arrived = stepping & (count == n)
+            if boundary[4] is None:
+                v = load(boundary[5], sizes, rows, ahead, arrived, DIMS, DTYPE)
+            else:
+                v = v_beyond
+            total += tl.where(arrived, scaled(discount, v), 0.0)
+            active = active & (arrived == 0)
+            stepping = stepping & (arrived == 0)
 
-        carries, value = _flagged_at(boundary, sizes, rows, row_mask, ahead, T, START, DIMS, DTYPE)
-        total += tl.where(active & carries, scaled(discount, value), 0.0)
-        active = active & (carries == 0)
-        at_edge = active & (ahead == T - 1)
-        total += tl.where(at_edge, scaled(discount, v_beyond), 0.0)
-        active = active & (at_edge == 0)
-        distance += 1
+            reward = load(inputs[0], sizes, rows, ahead, stepping, DIMS, DTYPE)
+            if factors[0][0] is not None:
+                gamma = load(factors[0][0], sizes, rows, ahead, stepping, DIMS, DTYPE)
+            else:
+                gamma = float_factor(factors[0][1], DTYPE)
+            total += tl.where(stepping, scaled(discount, reward), 0.0)
+            discount = tl.where(stepping, product(discount, gamma), discount)
+            count += stepping.to(tl.int32)
+            if boundary[4] is not None:
+                v_beyond = tl.where(stepping, load(boundary[4], sizes, rows, ahead, stepping, DIMS, DTYPE), v_beyond)
+            active, total = _stopped(
+                active, total, discount, v_beyond, boundary, sizes, rows, row_mask, ahead, T, START, DIMS, DTYPE
+            )
+            distance += 1
 
     tl.store(address(outputs[0], sizes, rows, t, DIMS), total, mask=mask)
