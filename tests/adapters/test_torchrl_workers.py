@@ -197,7 +197,8 @@ def transitions(seed, device):
     )
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_only)]
+# Where there is a GPU, the module captures whatever it is given.
+DEVICES = [pytest.param("cpu", marks=pytest.mark.cpu_only), pytest.param("cuda", marks=pytest.mark.gpu_only)]
 
 
 def graphed(function, **keys):
