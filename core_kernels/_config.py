@@ -60,9 +60,10 @@ def _power_of_two_at_least(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-# Programs start with about as many warps as keep an H200 busy; with less than this, the time axis is split.
+# Programs start with about as many warps as keep an H200 busy; with less than this, the time axis is split. Every part
+# composes the maps of all parts before it, so more than one map a lane has to be worth it.
 _FEW_WARPS, _ENOUGH_WARPS = 1024, 2048
-_MAX_PARTS = 1024
+_LANES, _MAX_PARTS = 32, 512
 
 
 @functools.cache
@@ -73,21 +74,25 @@ def choose(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
     config = _by_rows(n_rows, n_steps) if rows_adjacent else _by_steps(n_steps)
     tiles = -(-n_steps // (config.chunks * config.steps))
     warps = -(-n_rows // config.rows) * config.num_warps
-    parts = min(_ENOUGH_WARPS // warps, tiles // 2, _MAX_PARTS) if warps < _FEW_WARPS else 1
-    return dataclasses.replace(config, parts=max(1, parts))
+    parts = 1
+    if warps < _FEW_WARPS:
+        parts = max(min(_ENOUGH_WARPS // warps, _LANES), _FEW_WARPS // warps)
+    return dataclasses.replace(config, parts=max(1, min(parts, tiles // 2, _MAX_PARTS)))
 
 
 def _by_rows(n_rows: int, n_steps: int) -> LaunchConfig:
     if n_rows >= 49152:
         rows, chunks, steps = 32, 1, 8
+    elif n_rows >= 24576:
+        rows, chunks, steps = 32, 2, 8
     elif n_rows >= 12288:
         rows, chunks, steps = 32, 4, 8
     elif n_rows >= 6144:
         rows, chunks, steps = 16, 8, 8
-    elif n_rows >= 2048 and n_steps > 128:
+    elif n_rows >= 2048:
         rows, chunks, steps = 16, 8, 16
     else:
-        rows, chunks, steps = 16, 16, 8
+        rows, chunks, steps = 8, 32, 8
     steps = min(steps, _power_of_two_at_least(n_steps))
     chunks = min(chunks, _power_of_two_at_least(-(-n_steps // steps)))
     rows = max(rows, 32 // chunks)
