@@ -4,7 +4,8 @@
     python -m benchmarks.torchrl --table    # the table of docs/torchrl.md from the stored rows
 
 A call is what a user of TorchRL makes: its arguments, its allocations, its checks. "with gradients" is TD(λ) as Dreamer
-uses it, forward and backward through values and rewards. Nothing is timed whose results do not agree.
+uses it, forward and backward through values and rewards. Each is held against TorchRL's loop in float64: ours must
+agree, and what TorchRL's own forms differ by is in the row (on a GPU the vectorised ones convolve in TF32 by default).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.provenance import ROOT, provenance, stored
 
 SHAPES = ((64, 512), (4096, 128), (8, 4096), (16384, 32))
 SECONDS = 0.3
+TOLERANCE = 1e-5
 PAGE = ROOT / "docs" / "torchrl.md"
 BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
 FAMILIES = {"loop": "", "vectorised": "vec_"}
@@ -73,15 +75,16 @@ def measure(device: str, shapes: command.Shapes, seconds: float) -> Iterator[dic
         name = OPS[op].format(FAMILIES[family])
         x = window(*shape, device)
         stock = call_of(op, getattr(functional, name), x)
+        expected = call_of(op, getattr(functional, OPS[op].format("")), _in_float64(x))()
         with torchrl.patched():
             ours = call_of(op, getattr(functional, name), x)
             actual = ours()
             (entry,) = (e for label, e in status().items() if label.endswith(f"value.functional.{name}"))
             if entry["fallen_back"]:
                 raise RuntimeError(f"{name} was not served: {entry['fallen_back']}")
-            expected = stock()
-            for y, want in zip(_tensors(actual), _tensors(expected), strict=True):
-                torch.testing.assert_close(y, want, rtol=1e-4, atol=2e-3)
+            errors = {"rl_triton": largest_error(actual, expected), "torchrl": largest_error(stock(), expected)}
+            if not errors["rl_triton"] < TOLERANCE:
+                raise RuntimeError(f"{name}: an error of {errors['rl_triton']:.2g}, tolerated {TOLERANCE}")
             for who, call in (("rl_triton", ours), ("torchrl", stock)):
                 times = timing.single([call], lambda _: timing.synchronize(device), seconds)
                 peak = _peak_bytes(call, device)
@@ -92,10 +95,21 @@ def measure(device: str, shapes: command.Shapes, seconds: float) -> Iterator[dic
                     "B": shape[0],
                     "T": shape[1],
                     "who": who,
+                    "error": errors[who],
                     **times.columns("single"),
                     "peak_bytes": peak,
                     **where,
                 }
+
+
+def _in_float64(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: y.double() if y.is_floating_point() else y for name, y in x.items()}
+
+
+def largest_error(actual: Any, expected: Any) -> float:
+    """Of any result or gradient, over the largest entry of what it should be."""
+    pairs = zip(_tensors(actual), _tensors(expected), strict=True)
+    return max(float((y - want).abs().max() / want.abs().max()) for y, want in pairs)
 
 
 def _tensors(x: Any) -> tuple[torch.Tensor, ...]:
@@ -120,12 +134,17 @@ def table() -> str:
         latest = {
             tuple(row[k] for k in ("B", "T", "op", "family", "who")): row for row in rows if row["machine"] == machine
         }
-        lines += ["| B, T | call | TorchRL's | us | rl_triton, us | ratio |", "|---|---|---|---|---|---|"]
+        lines += [
+            "| B, T | call | TorchRL's | us | rl_triton, us | ratio | error of theirs, ours |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for (b, t, op, family, who), row in latest.items():
             if who != "torchrl":
                 continue
-            theirs, ours = row["single_us"], latest[b, t, op, family, "rl_triton"]["single_us"]
-            cells = (f"{b}, {t}", op, family, f"{theirs:,.0f}", f"{ours:,.0f}", f"{theirs / ours:,.1f}x")
+            our_row = latest[b, t, op, family, "rl_triton"]
+            theirs, ours = row["single_us"], our_row["single_us"]
+            errors = f"{row['error']:.0e}, {our_row['error']:.0e}" if "error" in row else ""
+            cells = (f"{b}, {t}", op, family, f"{theirs:,.0f}", f"{ours:,.0f}", f"{theirs / ours:,.1f}x", errors)
             lines.append("| " + " | ".join(cells) + " |")
         last = list(latest.values())[-1]
         versions = ", ".join(f"{name} {last[name]}" for name in ("torchrl", "torch", "triton"))

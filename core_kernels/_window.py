@@ -87,7 +87,7 @@ def window_kernel(
     v_beyond = tl.where(mask, edge_value, 0.0)  # V of what the steps so far lead to, if nothing else is said
     distance = 0
     if valid_flags is None:
-        # All who are still under way have taken as many steps as the tile, so where γ is a number its power is one, too.
+        # Whoever is still under way has taken as many steps as the tile: where γ is a number, so is its power.
         active = mask
         if factors[0][0] is None:
             gamma = float_factor(factors[0][1], DTYPE)
