@@ -269,10 +269,10 @@ def plot(runs: list[Run], path: Path) -> None:
 
     figure, (curves, costs) = plt.subplots(1, 2, figsize=(11, 4))
     for run, width in zip(runs, (6, 3, 1)[-len(runs) :], strict=True):  # where they coincide, all are seen
-        curves.plot(np.array(run.frames) / 1e3, run.returns, label=run.name, linewidth=width, alpha=0.6)
+        curves.plot(np.array(run.frames) / 1e6, run.returns, label=run.name, linewidth=width, alpha=0.6)
     curves.axhline(SOLVED, color="grey", linestyle=":", label=f"solved ({SOLVED:.0f})")
     curves.set(
-        xlabel="thousand environment steps",
+        xlabel="environment steps, millions",
         ylabel="mean return of finished episodes",
         title="PPO on CartPole, one seed",
     )
