@@ -66,11 +66,11 @@ def _walk(
                 kind[j] = EDGE
             for step in range(n_steps):
                 t = n_steps - 1 - step if reverse else step
-                at_edge = step == 0
+                at_edge, at_end = step == 0, step == n_steps - 1
                 for j in range(width):
                     i = first + j
                     valid, cut, v_next, v_follow, reset, reset_value, kind_before, value_before = bound(
-                        boundary, o, i, t, shift, at_edge, kind[j], value[j], closed, zero
+                        boundary, o, i, t, shift, at_edge, at_end, kind[j], value[j], closed, zero
                     )
                     keep_kind(boundary, kind, j, kind_before)
                     value[j] = value_before
@@ -250,10 +250,12 @@ def _widened(source: Any) -> Any:
 def _unified(boundary: Any, time_dim: int) -> Any:
     """The same boundary in fewer forms, since each form is a loop to compile: the last step's flag has a slot of its
     own, and a truncated step's value comes from one slot."""
-    if not isinstance(boundary, boundaries.Successors):
+    if not isinstance(boundary, (boundaries.Successors, boundaries.Predecessors)):
         return boundary
     if boundary.last_done is None:
         boundary = boundary._replace(last_done=boundary.terminated.select(time_dim, -1))
+    if isinstance(boundary, boundaries.Predecessors):
+        return boundary
     if boundary.truncated is not None and boundary.bootstrap_values is None:
         boundary = boundary._replace(bootstrap_values=boundary.next_values)
     return boundary
@@ -312,8 +314,10 @@ def run(problem: Problem) -> None:
     """Run the scan on the calling thread. Fills `problem.outputs` and `problem.final`."""
     algorithm, number = problem.algorithm, _NUMPY[problem.dtype]
     boundary = _unified(problem.boundary, problem.time_dim)
-    narrow = problem.outputs[0].dtype in (torch.float16, torch.bfloat16)
-    written = tuple(torch.empty_like(y, dtype=torch.float32) for y in problem.outputs) if narrow else problem.outputs
+    narrow = problem.written[0].dtype in (torch.float16, torch.bfloat16)
+    written = problem.outputs
+    if narrow:
+        written = tuple([None if y is None else torch.empty_like(y, dtype=torch.float32) for y in written])
     given = (problem.inputs, problem.factors, tuple(boundary), problem.initial)
     groups = (*(tuple(map(_widened, group)) for group in given), written, problem.final)
     layout = describe(problem.shape, problem.time_dim, groups)
@@ -353,17 +357,20 @@ def run(problem: Problem) -> None:
         arguments = (shift, problem.window, inputs, factors, boundary, outputs, number(0), number(1), sizes)
     else:
         loop, tag = _scan, tag_of(algorithm)
-        row_stride, time_stride = layout.groups[4][0].row_strides[0], layout.groups[4][0].time_stride
+        first = next(y for y in layout.groups[4] if y is not None)
+        row_stride, time_stride = first.row_strides[0], first.time_stride
         block = min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1
         unused = everywhere(np.empty(1, number))  # what nobody asked for is written over one number
-        initial, final = tuple(x or zero for x in initial), tuple(x or unused for x in final)
+        inputs, initial = tuple(x or zero for x in inputs), tuple(x or zero for x in initial)
+        outputs, final = tuple(x or unused for x in outputs), tuple(x or unused for x in final)
         start = (tag, algorithm.reverse, problem.initial[0] is None, shift)
         operands = (inputs, factors, boundary, initial, outputs, final)
         arguments = (*start, *operands, number(0), number(1), sizes, block)
     loop(*arguments, np.array(table.addresses, np.int64))
     if narrow:
         for y, wide in zip(problem.outputs, written, strict=True):
-            y.copy_(wide)
+            if y is not None:
+                y.copy_(wide)
     else:
         prepare = functools.partial(PlannedLoop, loop, arguments, table, tag)
-        _plan.record(_plan.Launch(problem.outputs, (), (prepare,)))
+        _plan.record(_plan.Launch(problem.written, (), (prepare,)))

@@ -188,7 +188,10 @@ def fetch(
             valid = valid + (row_mask & (t + s < T),)
     x = ()
     for i in tl.static_range(N_INPUTS):
-        if (INPUT_KINDS // KINDS**i) % KINDS == PLAIN:
+        if inputs[i] is None:
+            for s in tl.static_range(STEPS):
+                x = x + (tl.where(valid[s], 0.0, 0.0).to(DTYPE),)
+        elif (INPUT_KINDS // KINDS**i) % KINDS == PLAIN:
             x = x + load_steps(inputs[i], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
         else:
             for s in tl.static_range(STEPS):
@@ -233,6 +236,7 @@ def scan_kernel(
     N_INPUTS: tl.constexpr,
     N_FACTORS: tl.constexpr,
     N_OUTPUTS: tl.constexpr,
+    N_STEPWISE: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
     INDEX: tl.constexpr,
@@ -394,13 +398,21 @@ def scan_kernel(
                 ahead = (v_next[s], v_follow[s], cut[s], state_next[s], target_next[s])
                 results = results + (OUTPUTS(x_s, state[s], ahead, f_s, VARIANT),)
             for i in tl.static_range(N_OUTPUTS):
-                y = ()
-                for s in tl.static_range(STEPS):
-                    y_s = results[s][i]
-                    if valid_flags is not None:
-                        y_s = tl.where(valid[s], y_s, 0.0)
-                    y = y + (y_s,)
-                store_steps(outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+                if outputs[i] is not None:
+                    y = ()
+                    for s in tl.static_range(STEPS):
+                        y_s = results[s][i]
+                        if valid_flags is not None:
+                            y_s = tl.where(valid[s], y_s, 0.0)
+                        y = y + (y_s,)
+                    if i < N_STEPWISE:
+                        store_steps(
+                            outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
+                        )
+                    elif k == n_tiles - 1:
+                        pointers = address(outputs[i], sizes, rows, t * 0, DIMS)
+                        for s in tl.static_range(STEPS):
+                            tl.store(pointers, y[s], mask=row_mask & (t + s == (0 if REVERSE else T - 1)))
 
         if REVERSE:
             start -= SPAN
