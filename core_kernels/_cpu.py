@@ -369,7 +369,7 @@ def run(problem: Problem) -> None:
     loop(*arguments, np.array(table.addresses, np.int64))
     if narrow:
         for y, wide in zip(problem.outputs, written, strict=True):
-            if y is not None:
+            if y is not None and wide is not None:
                 y.copy_(wide)
     else:
         prepare = functools.partial(PlannedLoop, loop, arguments, table, tag)

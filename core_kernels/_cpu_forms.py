@@ -26,8 +26,8 @@ from rl_triton import _scalar, boundaries
 from rl_triton._algorithm import Algorithm
 
 AS_NUMPY = {"error_model": "numpy"}  # a division by zero is inf or NaN, no exception
-# What follows a row: the window's edge, a valid row, a flag on a row that is not valid. For `Predecessors` the flag is the
-# row's own, and tells two kinds apart.
+# What follows a row: the window's edge, a valid row, a flag on a row that is not valid. For `Predecessors` the flag is
+# the row's own, and tells two kinds apart.
 EDGE, VALID, ENDED, TRUNCATED = range(4)
 _SOURCES = (Path(__file__), Path(__file__).with_name("_cpu.py"), Path(_scalar.__file__))
 _DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]

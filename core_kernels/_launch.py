@@ -161,7 +161,9 @@ def run(problem: Problem) -> None:
             "N_INPUTS": len(problem.inputs),
             "N_FACTORS": len(problem.factors),
             "N_OUTPUTS": len(problem.outputs),
-            "N_STEPWISE": next((i for i, y in enumerate(problem.outputs) if _per_row(y, problem)), len(problem.outputs)),
+            "N_STEPWISE": next(
+                (i for i, y in enumerate(problem.outputs) if _per_row(y, problem)), len(problem.outputs)
+            ),
             "CHUNKS": config.chunks,
             "STEPS": config.steps,
             "AXIS": config.axis,

@@ -53,7 +53,9 @@ _SCALARS: dict[str, type] = {"int": int, "float": float, "str": str}
 _ABOVE = ("out", "differentiable")
 # Compilers keep what they found in a `_differentiable` operator, also on disk: its code is part of the call.
 _CODE = hashlib.sha256(
-    b"".join(Path(__file__).with_name(name).read_bytes() for name in ("_autograd.py", "_differentiable.py", "_linear.py"))
+    b"".join(
+        Path(__file__).with_name(name).read_bytes() for name in ("_autograd.py", "_differentiable.py", "_linear.py")
+    )
 ).hexdigest()[:16]
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -316,7 +318,9 @@ _operators: dict[str, _Operator] = {}
 def register(public: Callable[..., Any], structure: type | None = None) -> None:
     """Make the operators of a function, whose results are a named tuple or one tensor; or, where they are a tuple of as
     many as are wanted, the first alone."""
-    if structure not in (None, tuple) and hasattr(_pytree, "_register_namedtuple"):  # by name, in programs that are saved
+    if structure not in (None, tuple) and hasattr(
+        _pytree, "_register_namedtuple"
+    ):  # by name, in programs that are saved
         _pytree._register_namedtuple(structure, serialized_type_name=f"rl_triton.{structure.__name__}")
     _operators[public.__name__] = _Operator(public, structure)
 

@@ -1,4 +1,4 @@
-"""The linear estimators with `differentiable=True`: their own fused scan forward, its transpose backward, each one launch.
+"""The linear estimators with `differentiable=True`: their fused scan forward, its transpose backward, a launch each.
 
 The transpose is linear too, and its transpose is the estimator, so the two functions here are each other's backward:
 gradients of every order exist, and nothing is kept for them but the flags.
@@ -79,7 +79,7 @@ class _Estimate(torch.autograd.Function):
             "flags_at": "end" if last_done is None else "start",
             "last_done": last_done,
         }
-        if op == "gae":
+        if op == "gae" and values is not None:
             return tuple(rlt.gae(rewards, values, terminated, lambda_=lambda_, **options))
         if op == "td_lambda_returns":
             return (rlt.td_lambda_returns(rewards, values, terminated, lambda_=lambda_, **options),)

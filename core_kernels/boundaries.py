@@ -60,8 +60,8 @@ class Successors(NamedTuple):
 class Predecessors(NamedTuple):
     """The flags of `Successors`, met in the other direction: by the transpose of a scan, which runs forward.
 
-    The state goes from step t-1 to step t unless t-1 is cut. What follows a step decides where its gradient goes, so the
-    rules say what that is, `EDGE` to `TRUNCATED`, in place of a value.
+    The state goes from step t-1 to step t unless t-1 is cut. What follows a step decides where its gradient goes, so
+    the rules say what that is, `EDGE` to `TRUNCATED`, in place of a value.
     """
 
     last_values: None
@@ -96,8 +96,8 @@ class Unbounded(NamedTuple):
     valid: None = None
 
 
-# Kinds of what follows a row: the window's edge, a valid row, or a flag on a row that is no transition. For `Predecessors`
-# the flag is that of the row itself, and tells two kinds apart.
+# Kinds of what follows a row: the window's edge, a valid row, or a flag on a row that is no transition. For
+# `Predecessors` the flag is that of the row itself, and tells two kinds apart.
 EDGE, VALID, ENDED, TRUNCATED = map(constant, range(4))
 
 
@@ -413,8 +413,8 @@ def predecessors(
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The rules of `successors`, for a scan that runs forward: whether the step before is cut, and in place of v_next the
-    kind of what follows the step."""
+    """The rules of `successors`, for a scan that runs forward: whether the step before is cut, and in place of v_next
+    the kind of what follows the step."""
     t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
     if START:
         last = load_flag(boundary[3], sizes, rows, tl.where(row_mask, 0, 0), row_mask, DIMS)
