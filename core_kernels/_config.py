@@ -78,12 +78,14 @@ def choose(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
 
 
 def _by_rows(n_rows: int, n_steps: int) -> LaunchConfig:
-    if n_rows >= 24576:
+    if n_rows >= 49152:
         rows, chunks, steps = 32, 1, 8
-    elif n_rows >= 8192:
+    elif n_rows >= 12288:
         rows, chunks, steps = 32, 4, 8
+    elif n_rows >= 6144:
+        rows, chunks, steps = 32, 8, 8
     elif n_rows >= 2048 and n_steps > 128:
-        rows, chunks, steps = 32, 8, 16
+        rows, chunks, steps = 16, 16, 8
     else:
         rows, chunks, steps = 16, 16, 8
     steps = min(steps, _power_of_two_at_least(n_steps))

@@ -37,9 +37,11 @@ from rl_triton._cpu_forms import (
     outputs_of,
     reads_next_values,
     store_each,
-    store_zeros,
     tag_of,
     target_of,
+    where,
+    where_each,
+    zeros_of,
 )
 from rl_triton._layout import Operand, describe
 
@@ -51,9 +53,10 @@ def _walk(
     algorithm, reverse, closed, shift, inputs, factors, boundary, initial, outputs, final, zero, one, sizes, block
 ):
     n_outer, n_inner, n_steps = sizes
+    zeros = zeros_of(outputs, zero)
     # Addresses, so that no index is checked for being negative.
     states, targets = np.empty(block, dtype=type(zero)), np.empty(block, dtype=type(zero))
-    values, kinds = np.empty(block, dtype=type(zero)), np.empty(block, dtype=np.int64)
+    values, kinds = np.empty(block, dtype=type(zero)), np.empty(block, dtype=np.int32)
     state, target, value, kind = address(states), address(targets), address(values), address(kinds)
     for o in range(n_outer):
         for first in range(0, n_inner, block):
@@ -67,28 +70,26 @@ def _walk(
             for step in range(n_steps):
                 t = n_steps - 1 - step if reverse else step
                 at_edge, at_end = step == 0, step == n_steps - 1
+                flag_t = min(t + shift, n_steps - 1) if reverse else t + shift - 1
                 for j in range(width):
                     i = first + j
                     valid, cut, v_next, v_follow, reset, reset_value, kind_before, value_before = bound(
-                        boundary, o, i, t, shift, at_edge, at_end, kind[j], value[j], closed, zero
+                        boundary, o, i, t, flag_t, at_edge, at_end, kind[j], value[j], closed, zero
                     )
                     keep_kind(boundary, kind, j, kind_before)
                     value[j] = value_before
-                    if valid:
-                        x = load_each(inputs, o, i, t, zero)
-                        f = load_factors(factors, o, i, t, one)
-                        a, b = coefficients_of(algorithm, x, v_next, cut, f)
-                        state_next = state[j]
-                        scanned = a if cut or b == 0 else a + b * state_next
-                        ahead = (v_next, v_follow, cut, state_next, target[j])
-                        keep_target(algorithm, target, j, target_of(algorithm, x, v_next, cut, state_next, f))
-                        state[j] = scanned
-                        store_each(outputs, o, i, t, outputs_of(algorithm, x, scanned, ahead, f))
-                    else:
-                        if reset:
-                            state[j] = beyond_of(algorithm, reset_value, zero)
-                            keep_target(algorithm, target, j, reset_value)
-                        store_zeros(outputs, o, i, t, zero)
+                    x = load_each(valid, inputs, o, i, t, zero)
+                    f = load_factors(factors, o, i, t, one)
+                    a, b = coefficients_of(algorithm, x, v_next, cut, f)
+                    state_next, target_next = state[j], target[j]
+                    scanned = where(cut | (b == 0), a, a + b * state_next)
+                    ahead = (v_next, v_follow, cut, state_next, target_next)
+                    results = outputs_of(algorithm, x, scanned, ahead, f)
+                    store_each(outputs, o, i, t, where_each(valid, results, zeros))
+                    follows = target_of(algorithm, x, v_next, cut, state_next, f)
+                    keep_target(algorithm, target, j, where(valid, follows, where(reset, reset_value, target_next)))
+                    beyond = beyond_of(algorithm, reset_value, zero)
+                    state[j] = where(valid, scanned, where(reset, beyond, state_next))
             for j in range(width):
                 final[0][0][index(final[0], o, first + j, 0)] = state[j]
                 final[1][0][index(final[1], o, first + j, 0)] = target[j]
@@ -132,13 +133,14 @@ def _scan(
 @njit(nogil=True, **AS_NUMPY)
 def _look_ahead(shift, n, inputs, factors, boundary, outputs, zero, one, sizes):
     n_outer, n_inner, n_steps = sizes
+    zeros = zeros_of(outputs, zero)
     for o in range(n_outer):
         for i in range(n_inner):
             edge = load(boundary.last_values, o, i, 0, zero)
             for t in range(n_steps):
                 total, discount, v_beyond, count = zero, one, edge, 0
                 if not is_valid(boundary, o, i, t):
-                    store_zeros(outputs, o, i, t, zero)
+                    store_each(outputs, o, i, t, zeros)
                     continue
                 for ahead in range(t, n_steps):
                     at_edge = ahead == n_steps - 1
@@ -156,7 +158,8 @@ def _look_ahead(shift, n, inputs, factors, boundary, outputs, zero, one, sizes):
                         count += 1
                         if reads_next_values(boundary):
                             v_beyond = load(boundary.next_values, o, i, ahead, zero)
-                    flagged, value = flagged_row(boundary, o, i, ahead, shift, at_edge, zero)
+                    flag_t = min(ahead + shift, n_steps - 1)
+                    flagged, value = flagged_row(boundary, o, i, ahead, flag_t, at_edge, zero)
                     if flagged:
                         total += _scalar.scaled(discount, value)
                         break
@@ -187,6 +190,9 @@ except RuntimeError:  # numba found no directory to store the loops in: compile 
     _window = njit(nogil=True, **AS_NUMPY)(_window)
 
 _ROW_BLOCK = 2048
+# Of rows whose steps are neighbours in memory: enough that one row's step does not wait for that of another, and few
+# enough that their cache lines stay where they are until the walk has used them up, whatever power of two lies between.
+_STRIDED_ROW_BLOCK = 8
 
 
 # What the loops read elements as, by dtype.
@@ -233,9 +239,9 @@ def _origins(n_outer: int) -> np.ndarray:
     return np.zeros(n_outer, dtype=np.int64)
 
 
-@functools.lru_cache(maxsize=1024)
-def _one(x: float, dtype: Any) -> np.ndarray:
-    return np.array([x], dtype)
+@functools.lru_cache(maxsize=256)
+def _same(x: float, n: int, dtype: Any) -> np.ndarray:
+    return np.full(n, x, dtype)
 
 
 def _widened(source: Any) -> Any:
@@ -249,15 +255,11 @@ def _widened(source: Any) -> Any:
 
 def _unified(boundary: Any, time_dim: int) -> Any:
     """The same boundary in fewer forms, since each form is a loop to compile: the last step's flag has a slot of its
-    own, and a truncated step's value comes from one slot."""
+    own."""
     if not isinstance(boundary, (boundaries.Successors, boundaries.Predecessors)):
         return boundary
     if boundary.last_done is None:
         boundary = boundary._replace(last_done=boundary.terminated.select(time_dim, -1))
-    if isinstance(boundary, boundaries.Predecessors):
-        return boundary
-    if boundary.truncated is not None and boundary.bootstrap_values is None:
-        boundary = boundary._replace(bootstrap_values=boundary.next_values)
     return boundary
 
 
@@ -269,7 +271,7 @@ def _completed(boundary: Any, zero: Any, never: Any, always: Any) -> Any:
         if boundary.truncated or boundary.valid:
             boundary = boundary._replace(
                 truncated=boundary.truncated or never,
-                bootstrap_values=boundary.bootstrap_values or zero,
+                bootstrap_values=None if boundary.next_values else boundary.bootstrap_values or zero,
                 valid=boundary.valid or always,
             )
     return boundary
@@ -338,16 +340,18 @@ def run(problem: Problem) -> None:
         n_actions = source.values.tensor.shape[-1]
         return (*first, source.values.action_stride, (*second, source.probs.action_stride), n_actions)
 
-    def everywhere(memory: np.ndarray) -> tuple:
-        """The operand that is one number."""
-        return table.place(memory), _origins(n_outer), 0, 0
+    def each_step(rows: np.ndarray) -> tuple:
+        """The operand that is the same at every step. It has a number a row though all be the same: what lies a stride
+        of one apart, a compiler can read for several rows at once."""
+        return table.place(rows), _origins(n_outer), 1, 0
 
     inputs, factors, flags, initial, outputs, final = (tuple(map(argument, group)) for group in layout.groups)
     factors = tuple(
         number(f) if isinstance(f, float) else operand for operand, f in zip(factors, problem.factors, strict=True)
     )
-    zero = everywhere(_one(0.0, number))
-    boundary = _completed(type(boundary)(*flags), zero, everywhere(_one(0, np.uint8)), everywhere(_one(1, np.uint8)))
+    zero = each_step(_same(0.0, n_inner, number))
+    never, always = (each_step(_same(x, n_inner, np.uint8)) for x in (0, 1))
+    boundary = _completed(type(boundary)(*flags), zero, never, always)
     shift = int(problem.boundary.start)
     sizes = (n_outer, n_inner, layout.n_steps)
     loop: Any
@@ -359,10 +363,12 @@ def run(problem: Problem) -> None:
         loop, tag = _scan, tag_of(algorithm)
         first = next(y for y in layout.groups[4] if y is not None)
         row_stride, time_stride = first.row_strides[0], first.time_stride
-        block = min(n_inner, _ROW_BLOCK) if row_stride < time_stride else 1
-        unused = everywhere(np.empty(1, number))  # what nobody asked for is written over one number
+        block = min(n_inner, _ROW_BLOCK if row_stride < time_stride else _STRIDED_ROW_BLOCK)
+        unused = each_step(np.empty(n_inner, number))  # for what nobody asked for
         inputs, initial = tuple(x or zero for x in inputs), tuple(x or zero for x in initial)
-        outputs, final = tuple(x or unused for x in outputs), tuple(x or unused for x in final)
+        final = tuple(x or unused for x in final)
+        # Each has its own: several rows at once are worked on only where no two results share memory.
+        outputs = tuple(x or each_step(np.empty(n_inner, number)) for x in outputs)
         start = (tag, algorithm.reverse, problem.initial[0] is None, shift)
         operands = (inputs, factors, boundary, initial, outputs, final)
         arguments = (*start, *operands, number(0), number(1), sizes, block)

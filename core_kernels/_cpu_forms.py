@@ -28,7 +28,7 @@ from rl_triton._algorithm import Algorithm
 AS_NUMPY = {"error_model": "numpy"}  # a division by zero is inf or NaN, no exception
 # What follows a row: the window's edge, a valid row, a flag on a row that is not valid. For `Predecessors` the flag is
 # the row's own, and tells two kinds apart.
-EDGE, VALID, ENDED, TRUNCATED = range(4)
+EDGE, VALID, ENDED, TRUNCATED = map(np.int32, range(4))
 _SOURCES = (Path(__file__), Path(__file__).with_name("_cpu.py"), Path(_scalar.__file__))
 _DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
 
@@ -192,7 +192,13 @@ def flag(operand, o, i, t):
     raise NotImplementedError("compiled only")
 
 
-def load_each(operands, o, i, t, zero):
+def load_where(wanted, operand, o, i, t, zero):
+    """What only matters where `wanted`. Numbers are read everywhere, since a branch costs more and keeps the compiler
+    from working on several rows at once; what lies at an action, or is summed over actions, is not."""
+    raise NotImplementedError("compiled only")
+
+
+def load_each(wanted, operands, o, i, t, zero):
     raise NotImplementedError("compiled only")
 
 
@@ -212,6 +218,17 @@ def address(typing_context, array):
         return context.make_array(signature.args[0])(context, builder, arguments[0]).data
 
     return types.CPointer(array.dtype)(array), codegen
+
+
+@intrinsic
+def where(typing_context, condition, yes, no):
+    """yes if condition else no, without a branch, so that the compiler can work on several rows at once."""
+
+    def codegen(context, builder, signature, arguments):
+        condition = context.cast(builder, arguments[0], signature.args[0], types.boolean)
+        return builder.select(condition, *arguments[1:])
+
+    return yes(types.boolean, yes, yes), codegen
 
 
 @intrinsic
@@ -310,13 +327,20 @@ def _compile_flag(operand, o, i, t):
     return lambda operand, o, i, t: read(operand[0], index(operand, o, i, t)) != 0
 
 
+@overload(load_where)
+def _compile_load_where(wanted, operand, o, i, t, zero):
+    if isinstance(operand, types.BaseTuple) and len(operand) > 4:
+        return lambda wanted, operand, o, i, t, zero: load(operand, o, i, t, zero) if wanted else zero
+    return lambda wanted, operand, o, i, t, zero: load(operand, o, i, t, zero)
+
+
 @overload(load_each)
-def _compile_load_each(operands, o, i, t, zero):
+def _compile_load_each(wanted, operands, o, i, t, zero):
     if len(operands) == 1:
-        return lambda operands, o, i, t, zero: (load(operands[0], o, i, t, zero),)
-    return lambda operands, o, i, t, zero: (
-        load(operands[0], o, i, t, zero),
-        *load_each(operands[1:], o, i, t, zero),
+        return lambda wanted, operands, o, i, t, zero: (load_where(wanted, operands[0], o, i, t, zero),)
+    return lambda wanted, operands, o, i, t, zero: (
+        load_where(wanted, operands[0], o, i, t, zero),
+        *load_each(wanted, operands[1:], o, i, t, zero),
     )
 
 
@@ -347,34 +371,42 @@ def _compile_store_each(operands, o, i, t, y):
     return store_one if len(operands) == 1 else store_all
 
 
-def store_zeros(operands, o, i, t, zero):
+def where_each(condition, yes, no):
     raise NotImplementedError("compiled only")
 
 
-@overload(store_zeros)
-def _compile_store_zeros(operands, o, i, t, zero):
-    def store_one(operands, o, i, t, zero):
-        operands[0][0][index(operands[0], o, i, t)] = zero
+@overload(where_each)
+def _compile_where_each(condition, yes, no):
+    if len(yes) == 1:
+        return lambda condition, yes, no: (where(condition, yes[0], no[0]),)
+    return lambda condition, yes, no: (where(condition, yes[0], no[0]), *where_each(condition, yes[1:], no[1:]))
 
-    def store_all(operands, o, i, t, zero):
-        operands[0][0][index(operands[0], o, i, t)] = zero
-        store_zeros(operands[1:], o, i, t, zero)
 
-    return store_one if len(operands) == 1 else store_all
+def zeros_of(operands, zero):
+    """The results of a step that is no transition."""
+    raise NotImplementedError("compiled only")
+
+
+@overload(zeros_of)
+def _compile_zeros_of(operands, zero):
+    if len(operands) == 1:
+        return lambda operands, zero: (zero,)
+    return lambda operands, zero: (zero, *zeros_of(operands[1:], zero))
 
 
 # ------------------------------------------------------------------------------------- the boundary rules, one step
 
 
-def bound(boundary, o, i, t, shift, at_edge, at_end, kind, value, closed, zero):
+def bound(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
     """The rules of boundaries.py on row i at step t, given the kind and value of what follows it: whether the step is
     valid and cut, V of its successor, V of the next valid row (of the successor at the edge), whether the step replaces
-    the state and by what value, and the kind and value that the next step of the walk will see. `shift` is 1 for start
-    flags; `at_edge` and `at_end` mark the first and the last step of the walk."""
+    the state and by what value, and the kind and value that the next step of the walk will see. `flag_t` is the step at
+    which the flag stands, one on for start flags; backward in time it stays inside the window, forward, where it is the
+    flag of the step before, it may be -1. `at_edge` and `at_end` mark the first and the last step of the walk."""
     raise NotImplementedError("compiled only")
 
 
-def flagged_row(boundary, o, i, t, shift, at_edge, zero):
+def flagged_row(boundary, o, i, t, flag_t, at_edge, zero):
     """Whether row t carries a flag, and V(s'_t) if so."""
     raise NotImplementedError("compiled only")
 
@@ -384,86 +416,80 @@ def _absent(boundary, name):
 
 
 @njit(inline="always", **AS_NUMPY)
-def _ended(boundary, o, i, t, shift, at_edge):
-    if at_edge:
-        return flag(boundary.last_done, o, i, 0)
-    return flag(boundary.terminated, o, i, t + shift)
+def _ended(boundary, o, i, flag_t, at_edge):
+    return where(at_edge, flag(boundary.last_done, o, i, 0), flag(boundary.terminated, o, i, flag_t))
 
 
 @overload(flagged_row)
-def _compile_flagged(boundary, o, i, t, shift, at_edge, zero):
+def _compile_flagged(boundary, o, i, t, flag_t, at_edge, zero):
     if _absent(boundary, "truncated"):
-        return lambda boundary, o, i, t, shift, at_edge, zero: (_ended(boundary, o, i, t, shift, at_edge), zero)
+        return lambda boundary, o, i, t, flag_t, at_edge, zero: (_ended(boundary, o, i, flag_t, at_edge), zero)
 
-    def ended_or_cut(boundary, o, i, t, shift, at_edge, zero):
-        if _ended(boundary, o, i, t, shift, at_edge):
-            return True, zero
-        if flag(boundary.truncated, o, i, t):
-            return True, load(boundary.bootstrap_values, o, i, t, zero)
-        return False, zero
+    source = boundary.fields.index("bootstrap_values" if _absent(boundary, "next_values") else "next_values")
+
+    def ended_or_cut(boundary, o, i, t, flag_t, at_edge, zero):
+        ended = _ended(boundary, o, i, flag_t, at_edge)
+        cut_short = where(ended, False, flag(boundary.truncated, o, i, t))
+        value = load_where(cut_short, boundary[source], o, i, t, zero)
+        return ended | cut_short, where(cut_short, value, zero)
 
     return ended_or_cut
 
 
 @overload(bound)
-def _compile_bound(boundary, o, i, t, shift, at_edge, at_end, kind, value, closed, zero):
+def _compile_bound(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
     if boundary.instance_class is boundaries.Unbounded:
-        return lambda boundary, o, i, t, shift, at_edge, at_end, kind, value, closed, zero: (
-            True, closed and at_edge, zero, zero, False, zero, kind, value,
+        return lambda boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero: (
+            True, closed & at_edge, zero, zero, False, zero, kind, value,
         )  # fmt: skip
 
     if boundary.instance_class is boundaries.Resets:
         without_valid = _absent(boundary, "valid")
 
-        def forward(boundary, o, i, t, shift, at_edge, at_end, kind, value, closed, zero):
-            cut = False
-            if shift == 1 or not at_edge:
-                cut = flag(boundary.done, o, i, t + shift - 1)
-            if without_valid or flag(boundary.valid, o, i, t):
-                return True, cut, zero, zero, False, zero, kind, value
-            return False, False, zero, zero, cut, zero, kind, value
+        def forward(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
+            cut = where(flag_t >= 0, flag(boundary.done, o, i, max(flag_t, 0)), False)
+            valid = without_valid or flag(boundary.valid, o, i, t)
+            return valid, cut, zero, zero, where(valid, False, cut), zero, kind, value
 
         return forward
 
     if boundary.instance_class is boundaries.Predecessors:
-        has_truncated = not _absent(boundary, "truncated")
 
-        def following(boundary, o, i, t, shift, at_edge, at_end, kind, value, closed, zero):
-            if _ended(boundary, o, i, t, shift, at_end):
-                after = ENDED
-            elif has_truncated and flag(boundary.truncated, o, i, t):
-                after = TRUNCATED
-            else:
-                after = EDGE if at_end else VALID
+        def following(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
+            ended = _ended(boundary, o, i, where(at_end, t, flag_t + 1), at_end)
+            goes_on = where(at_end, EDGE, VALID)
+            after = where(ended, ENDED, where(flag(boundary.truncated, o, i, t), TRUNCATED, goes_on))
             return True, kind != VALID, after, zero, False, zero, after, zero
 
         return following
 
     has_next_values = not _absent(boundary, "next_values")
 
-    def without_gaps(boundary, o, i, t, shift, at_edge, at_end, kind, value, closed, zero):
-        flagged, flag_value = flagged_row(boundary, o, i, t, shift, at_edge, zero)
+    def without_gaps(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
+        flagged, flag_value = flagged_row(boundary, o, i, t, flag_t, at_edge, zero)
         v_open = value
-        if has_next_values and not flagged:
-            v_open = load(boundary.next_values, o, i, t, zero)
-        v_next = flag_value if flagged else v_open
-        v_follow = v_open if at_edge else value
-        cut = flagged or (closed and at_edge)
+        if has_next_values:
+            v_open = load_where(not flagged, boundary.next_values, o, i, t, zero)
+        v_next = where(flagged, flag_value, v_open)
+        v_follow = where(at_edge, v_open, value)
+        cut = flagged | (closed & at_edge)
         return True, cut, v_next, v_follow, False, zero, kind, load(boundary.values, o, i, t, zero)
 
-    def with_gaps(boundary, o, i, t, shift, at_edge, at_end, kind, value, closed, zero):
-        flagged, flag_value = flagged_row(boundary, o, i, t, shift, at_edge, zero)
-        if not flag(boundary.valid, o, i, t):
-            if flagged:
-                return False, False, zero, zero, True, flag_value, ENDED, flag_value
-            return False, False, zero, zero, False, zero, kind, value
+    def with_gaps(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
+        valid = flag(boundary.valid, o, i, t)
+        flagged, flag_value = flagged_row(boundary, o, i, t, flag_t, at_edge, zero)
+        ended, at_edge = kind == ENDED, kind == EDGE
         v_open = value
-        if has_next_values and not flagged and kind != ENDED:
-            v_open = load(boundary.next_values, o, i, t, zero)
-        v_next = flag_value if flagged else v_open
-        v_follow = v_open if kind == EDGE else value
-        cut = flagged or kind == ENDED or (closed and kind == EDGE)
-        return True, cut, v_next, v_follow, False, zero, VALID, load(boundary.values, o, i, t, zero)
+        if has_next_values:
+            goes_on = where(flagged | ended, False, valid)
+            v_open = where(ended, value, load_where(goes_on, boundary.next_values, o, i, t, zero))
+        v_next = where(flagged, flag_value, v_open)
+        v_follow = where(at_edge, v_open, value)
+        cut = flagged | ended | (closed & at_edge)
+        reset = where(valid, False, flagged)
+        kind = where(valid, VALID, where(flagged, ENDED, kind))
+        value = where(valid, load(boundary.values, o, i, t, zero), where(flagged, flag_value, value))
+        return valid, cut, v_next, v_follow, reset, flag_value, kind, value
 
     return without_gaps if _absent(boundary, "valid") else with_gaps
 

@@ -168,6 +168,7 @@ def run(problem: Problem) -> None:
             "STEPS": config.steps,
             "AXIS": config.axis,
             "PREFETCH": config.prefetch,
+            "WHOLE": layout.n_rows % config.rows == 0 and layout.n_steps % (config.chunks * config.steps) == 0,
         }
     device = problem.written[0].device
     scratch: tuple[torch.Tensor, ...] = ()

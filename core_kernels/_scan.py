@@ -28,6 +28,7 @@ from rl_triton._tile import (
     steps_from,
     store_steps,
     upcoming,
+    within,
 )
 from rl_triton._triton import jit, tl
 
@@ -134,7 +135,8 @@ def entering(
     a_all, a_low, b_all, b_low = scanned(a, b, place, REVERSE, CHUNKS, STEPS, AXIS)
     high, low = apply(a_all, a_low, b_all, b_low, state_beyond, low_beyond)
     entry = left_before(high + low, state_beyond + low_beyond, place, AXIS)
-    return entry, left_last(high, place, CHUNKS, AXIS), left_last(low, place, CHUNKS, AXIS)
+    high, low = left_last(high, low, place, CHUNKS, AXIS)
+    return entry, high, low
 
 
 @jit
@@ -176,32 +178,39 @@ def fetch(
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """What the tile at `start` needs from memory: the tiles of the inputs, of the factors, of `valid`, and whatever the
     boundary rules read without a condition."""
     t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
     valid = ()
     if valid_flags is not None:
-        valid = load_flags(valid_flags, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+        valid = load_flags(
+            valid_flags, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
+        )
     else:
         for s in tl.static_range(STEPS):
-            valid = valid + (row_mask & (t + s < T),)
+            valid = valid + (within(row_mask, t + s, T, WHOLE),)
     x = ()
     for i in tl.static_range(N_INPUTS):
         if inputs[i] is None:
             for s in tl.static_range(STEPS):
                 x = x + (tl.where(valid[s], 0.0, 0.0).to(DTYPE),)
         elif (INPUT_KINDS // KINDS**i) % KINDS == PLAIN:
-            x = x + load_steps(inputs[i], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+            x = x + load_steps(
+                inputs[i], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
+            )
         else:
             for s in tl.static_range(STEPS):
                 x = x + (load(inputs[i], sizes, rows, t + s, valid[s], DIMS, DTYPE, (INPUT_KINDS // KINDS**i) % KINDS),)
     f = load_factors(
-        factors, sizes, rows, row_mask, start, T, N_FACTORS, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE
-    )
+        factors, sizes, rows, row_mask, start, T, N_FACTORS, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
+        WHOLE,
+    )  # fmt: skip
     bounds = FETCH_BOUNDARY(
-        boundary, inputs, x, sizes, rows, row_mask, start, T, REVERSE, START, VALUES, ROWS, CHUNKS, STEPS, AXIS, DIMS
-    )
+        boundary, inputs, x, sizes, rows, row_mask, start, T, REVERSE, START, VALUES, ROWS, CHUNKS, STEPS, AXIS, DIMS,
+        WHOLE,
+    )  # fmt: skip
     return valid, x, f, bounds
 
 
@@ -245,15 +254,19 @@ def scan_kernel(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     PREFETCH: tl.constexpr,
+    WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
     COMPOSING: tl.constexpr,
 ):
-    """PARTS > 1: the time axis is split over programs. They are started twice: COMPOSING, each leaves the map of its
-    part in `maps`; then each begins with the state that the maps before it lead to."""
+    """WHOLE: the window consists of whole tiles, so nothing hangs over.
+
+    PARTS > 1: the time axis is split over programs. They are started twice: COMPOSING, each leaves the map of its part
+    in `maps`; then each begins with the state that the maps before it lead to.
+    """
     program = tl.program_id(0).to(INDEX)
     part = program % n_parts
     rows = program // n_parts * ROWS + tl.expand_dims(tl.arange(0, ROWS), AXIS)
-    row_mask = rows < n_rows
+    row_mask = rows == rows if WHOLE else rows < n_rows
     place = scan_order(CHUNKS, REVERSE, AXIS)
     tile_mask = row_mask & (place >= 0)
     FIRST: tl.constexpr = STEPS - 1 if REVERSE else 0
@@ -294,13 +307,21 @@ def scan_kernel(
     if PREFETCH:
         valid, x, f, bounds = fetch(
             inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
-            INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
+            INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
         )  # fmt: skip
     for k in range(begin, end):
         if not PREFETCH:
             valid, x, f, bounds = fetch(
                 inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
-                INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
+                INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
+            )  # fmt: skip
+        if PREFETCH and AXIS == 0:
+            # The next tile is asked for before this one is worked on: a program has few warps to wait with.
+            ahead_start = start - SPAN if REVERSE else start + SPAN
+            more = row_mask & (rows * 0 + k + 1 < end)
+            valid_ahead, x_ahead, f_ahead, bounds_ahead = fetch(
+                inputs, factors, boundary, valid_flags, sizes, rows, more, ahead_start, T, FETCH_BOUNDARY, REVERSE,
+                START, INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
             )  # fmt: skip
         t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
         numbers = ()
@@ -332,12 +353,13 @@ def scan_kernel(
             AXIS,
             DIMS,
             DTYPE,
+            WHOLE,
         )
 
         a = ()
         b = ()
         for s in tl.static_range(STEPS):
-            mask = row_mask & (t + s < T)
+            mask = within(row_mask, t + s, T, WHOLE)
             x_s, f_s = at_step(numbers, s, N_INPUTS, STEPS), at_step(f, s, N_FACTORS, STEPS)
             a_s, b_s = COEFFICIENTS(x_s, v_next[s], cut[s], f_s, VARIANT)
             b_s = tl.where(cut[s], 0.0, b_s)
@@ -354,8 +376,8 @@ def scan_kernel(
         if COMPOSING:
             a_all, a_low, b_all, b_low = scanned(a, b, place, REVERSE, CHUNKS, STEPS, AXIS)
             if CHUNKS > 1:
-                a_all, a_low = left_last(a_all, place, CHUNKS, AXIS), left_last(a_low, place, CHUNKS, AXIS)
-                b_all, b_low = left_last(b_all, place, CHUNKS, AXIS), left_last(b_low, place, CHUNKS, AXIS)
+                a_all, a_low = left_last(a_all, a_low, place, CHUNKS, AXIS)
+                b_all, b_low = left_last(b_all, b_low, place, CHUNKS, AXIS)
             map_a, map_a_low, map_b, map_b_low = compose(map_a, map_a_low, map_b, map_b_low, a_all, a_low, b_all, b_low)
         else:
             entry = state_beyond
@@ -407,8 +429,9 @@ def scan_kernel(
                         y = y + (y_s,)
                     if i < N_STEPWISE:
                         store_steps(
-                            outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
-                        )
+                            outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS,
+                            WHOLE,
+                        )  # fmt: skip
                     elif k == n_tiles - 1:
                         pointers = address(outputs[i], sizes, rows, t * 0, DIMS)
                         for s in tl.static_range(STEPS):
@@ -418,13 +441,15 @@ def scan_kernel(
             start -= SPAN
         else:
             start += SPAN
-        if PREFETCH:
-            # Here, and not where it is needed: else the compiler moves each load down to its use, and a thread waits
-            # for memory at every step, not once a tile.
+        if PREFETCH and AXIS == 0:
+            valid, x, f, bounds = valid_ahead, x_ahead, f_ahead, bounds_ahead
+        if PREFETCH and AXIS == 1:
+            # At the end, where fewer registers are in use, so that more programs share a multiprocessor. (Not where it
+            # is needed: the compiler would move each load down to its use, and a thread wait at every step.)
             more = row_mask & (rows * 0 + k + 1 < end)
             valid, x, f, bounds = fetch(
                 inputs, factors, boundary, valid_flags, sizes, rows, more, start, T, FETCH_BOUNDARY, REVERSE, START,
-                INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
+                INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
             )  # fmt: skip
 
     once = tile_mask & (place == 0)

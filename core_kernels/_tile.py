@@ -15,13 +15,21 @@ actions). Strides and offsets are in elements and int64.
 
 from __future__ import annotations
 
-from rl_triton._triton import constant, jit, tl
+from rl_triton._triton import constant, interpreted, jit, libdevice, tl
 
 # What an operand is: a tensor, one entry of its action axis, or a sum over it; `EXPECTATION` + n - 1 where each n
 # actions are neighbours in memory and begin where they can be read at once.
 PLAIN, TAKEN, EXPECTATION = map(constant, range(3))
 MAX_GROUP = 4
 KINDS = constant(2 + MAX_GROUP)
+
+
+@jit
+def _nothing():
+    pass
+
+
+_INTERPRETED = constant(interpreted(_nothing))  # there libdevice is not to be had
 
 
 @jit
@@ -34,6 +42,18 @@ def scaled(factor, x):
 def clipped(x, bar):
     """min(x, bar), but NaN stays visible."""
     return tl.where(x > bar, bar, x)
+
+
+@jit
+def exponential(x):
+    """exp(x), as exactly as a plain loop has it. (`tl.exp` of a float32 is an approximation.)"""
+    if _INTERPRETED or x.dtype == tl.float64:
+        y = tl.exp(x)
+    else:
+        # Subnormal results are flushed to zero, which would select: they are held at the smallest normal number.
+        y = libdevice.exp(x)
+        y = tl.where((y == 0) & (x > -103.0), 1.1754943508222875e-38, y)
+    return y
 
 
 @jit
@@ -136,6 +156,12 @@ def stacked(steps, first: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr
 
 
 @jit
+def within(row_mask, t, T, WHOLE: tl.constexpr):
+    """Which steps are in the window; all are where it consists of whole tiles (the comparison then folds away)."""
+    return row_mask & (t == t if WHOLE else t < T)
+
+
+@jit
 def steps_from(start, REVERSE: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
     """The first step of each chunk of the tile that begins at `start`. Along axis 0 chunks lie in the order of the
     scan, along axis 1 in that of time, since a tensor is read there in wide loads."""
@@ -177,6 +203,7 @@ def load_steps(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """S tiles of a plain operand as it is stored; 0 beyond the window."""
     steps = ()
@@ -184,15 +211,16 @@ def load_steps(
         WIDTH: tl.constexpr = STEPS if STEPS < 4 else 4
         for part in tl.static_range(STEPS // WIDTH):
             t = wide_steps(start, part, CHUNKS, STEPS, WIDTH)
-            x = tl.load(address(operand, sizes, rows, t, DIMS), mask=row_mask & (t < T), other=0)
+            x = tl.load(address(operand, sizes, rows, t, DIMS), mask=within(row_mask, t, T, WHOLE), other=0)
             if x.dtype == tl.int1:
                 x = x.to(tl.int8)
             steps = steps + unstacked(x, ROWS, CHUNKS, WIDTH)
     else:
         t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
+        pointers = address(operand, sizes, rows, t, DIMS)
         for s in tl.static_range(STEPS):
-            mask = row_mask & (t + s < T)
-            steps = steps + (tl.load(address(operand, sizes, rows, t + s, DIMS), mask=mask, other=0),)
+            steps = steps + (tl.load(pointers, mask=within(row_mask, t + s, T, WHOLE), other=0),)
+            pointers += operand[1]
     return steps
 
 
@@ -210,9 +238,10 @@ def load_flags(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """S tiles of booleans: nonzero, in whatever dtype the flags are stored; false beyond the window."""
-    stored = load_steps(operand, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    stored = load_steps(operand, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE)
     flags = ()
     for s in tl.static_range(STEPS):
         flags = flags + (stored[s] != 0,)
@@ -234,6 +263,7 @@ def store_steps(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The inverse of `load_steps`."""
     if AXIS == 1:
@@ -241,11 +271,13 @@ def store_steps(
         for part in tl.static_range(STEPS // WIDTH):
             t = wide_steps(start, part, CHUNKS, STEPS, WIDTH)
             x = stacked(steps, part * WIDTH, ROWS, CHUNKS, WIDTH)
-            tl.store(address(operand, sizes, rows, t, DIMS), x, mask=row_mask & (t < T))
+            tl.store(address(operand, sizes, rows, t, DIMS), x, mask=within(row_mask, t, T, WHOLE))
     else:
         t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
+        pointers = address(operand, sizes, rows, t, DIMS)
         for s in tl.static_range(STEPS):
-            tl.store(address(operand, sizes, rows, t + s, DIMS), steps[s], mask=row_mask & (t + s < T))
+            tl.store(pointers, steps[s], mask=within(row_mask, t + s, T, WHOLE))
+            pointers += operand[1]
 
 
 @jit
@@ -273,6 +305,7 @@ def load_factors(
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The S tiles of each factor, one behind the other: (operand, None) is a tensor, (None, parts) a float, and
     (None, None) the product of the factors before it."""
@@ -284,7 +317,7 @@ def load_factors(
         column = product
         if factors[i][0] is not None:
             stored = load_steps(
-                factors[i][0], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
+                factors[i][0], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
             )
             column = ()
             for s in tl.static_range(STEPS):
@@ -330,17 +363,45 @@ def in_order(tile, place, REVERSE: tl.constexpr, AXIS: tl.constexpr):
     return tile
 
 
+# Along axis 0 the chunks of a row are in several warps, so what they say to each other goes through shared memory. A
+# scan and a reduction do that in two visits; a gather would first move its tile to a layout whose chunks share a warp,
+# and back. Along axis 1 chunks are lanes of a warp, and a gather is one shuffle.
+
+
+@jit
+def _beside(before_first, x_first, several_first, before_then, x_then, several_then):
+    """Of neighbouring runs of chunks: what the last chunk but one left, what the last one left, and whether there are
+    two."""
+    return tl.where(several_then != 0, before_then, x_first), x_then, several_first * 0 + 1
+
+
 @jit
 def left_before(tile, beyond, place, AXIS: tl.constexpr):
     """For each chunk, of a tile in the order of the scan, what the chunk before it left; `beyond` for the first."""
     first = place == 0
-    return tl.where(first, beyond, picked(tile, tl.where(first, place, place - 1), AXIS))
+    if AXIS == 0:
+        before, _, _ = tl.associative_scan((tile, tile, tl.zeros(tile.shape, tl.int32)), AXIS, _beside)
+    else:
+        before = picked(tile, tl.where(first, place, place - 1), AXIS)
+    return tl.where(first, beyond, before)
 
 
 @jit
-def left_last(tile, place, CHUNKS: tl.constexpr, AXIS: tl.constexpr):
-    """What the last chunk left, of a tile in the order of the scan, in every chunk."""
-    return picked(tile, place * 0 + (CHUNKS - 1), AXIS)
+def _either(x_first, y_first, x_then, y_then):
+    return x_first + x_then, y_first + y_then
+
+
+@jit
+def left_last(tile, low, place, CHUNKS: tl.constexpr, AXIS: tl.constexpr):
+    """What the last chunk left, of tiles in the order of the scan, in every chunk."""
+    if AXIS == 0:
+        last = place == CHUNKS - 1
+        x, x_low = tl.reduce((tl.where(last, tile, 0), tl.where(last, low, 0)), AXIS, _either, keep_dims=True)
+        x, x_low = tl.broadcast_to(x, tile.shape), tl.broadcast_to(x_low, tile.shape)
+    else:
+        source = place * 0 + (CHUNKS - 1)
+        x, x_low = picked(tile, source, AXIS), picked(low, source, AXIS)
+    return x, x_low
 
 
 @jit
@@ -363,7 +424,7 @@ def upcoming(known, x, beyond, place, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
         chunk_known, chunk_x = tl.associative_scan((chunk_known, chunk_x), AXIS, _nearer)
         chunk_x = tl.where(chunk_known != 0, chunk_x, beyond)
         following = left_before(chunk_x, beyond, place, AXIS)
-        beyond = left_last(chunk_x, place, CHUNKS, AXIS)
+        beyond, _ = left_last(chunk_x, chunk_x, place, CHUNKS, AXIS)
     else:
         beyond = tl.where(chunk_known != 0, chunk_x, beyond)
     after = ()

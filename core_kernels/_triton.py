@@ -12,8 +12,9 @@ try:
     import triton
     import triton.language as tl
     from triton import jit
+    from triton.language.extra import libdevice
 except ImportError:
-    triton = None
+    triton = libdevice = None
     tl: Any = None  # type: ignore[no-redef]
 
     def jit(fn: Any) -> Any:
@@ -30,4 +31,4 @@ def interpreted(kernel: Any) -> bool:
     return triton is not None and not isinstance(kernel, triton.runtime.jit.JITFunction)
 
 
-__all__ = ["constant", "interpreted", "jit", "tl", "triton"]
+__all__ = ["constant", "interpreted", "jit", "libdevice", "tl", "triton"]

@@ -31,7 +31,7 @@ import torch
 
 from rl_triton import _checks
 from rl_triton._algorithm import Expectation
-from rl_triton._tile import address, load, load_flag, load_steps, steps_from, upcoming
+from rl_triton._tile import address, load, load_flag, load_steps, steps_from, upcoming, within
 from rl_triton._triton import constant, jit, tl
 
 
@@ -144,23 +144,24 @@ def fetch_successors(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The flags; V(s_t), which as a rule is an input; and V and the start flag of the step after each chunk."""
     t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
     past = row_mask & (t + STEPS < T)
-    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE)
     if START:
         tiles = tiles + (tl.load(address(boundary[1], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
     if boundary[2] is not None:
         tiles = tiles + load_steps(
-            boundary[2], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
+            boundary[2], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
         )
     if VALUES >= 0:
         tiles = tiles + (tl.load(address(inputs[VALUES], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
     elif boundary[5] is not None:
         tiles = tiles + (tl.load(address(boundary[5], sizes, rows, t + STEPS, DIMS), mask=past, other=0),)
         tiles = tiles + load_steps(
-            boundary[5], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
+            boundary[5], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
         )
     return tiles
 
@@ -191,6 +192,7 @@ def successors(
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The boundary rules on one tile.
 
@@ -256,7 +258,8 @@ def successors(
             ended_after = ended_after + (kinds[s] == ENDED,)
     else:
         for s in tl.static_range(STEPS):
-            at_edge_s = t + s == T - 1
+            # The edge of a window of whole tiles is a chunk's last step.
+            at_edge_s = t != t if WHOLE and s < STEPS - 1 else t + s == T - 1
             at_edge = at_edge + (at_edge_s,)
             v_follow = v_follow + (tl.where(at_edge_s, value_beyond, own[s + 1]),)
 
@@ -301,9 +304,10 @@ def fetch_resets(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The flags, and with end flags that of the step before each chunk."""
-    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE)
     if not START:
         before = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS) - 1
         mask = row_mask & (before >= 0) & (before < T)
@@ -337,6 +341,7 @@ def resets(
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The boundary rules of a scan that runs forward: a flag resets the state before the step after it ("end" flags)
     or before its own step ("start" flags), on rows that are no transition too."""
@@ -372,15 +377,16 @@ def fetch_predecessors(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The flags, and those of the step before each chunk, or after it where they are start flags."""
     beside = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS) + (STEPS if START else -1)
-    mask = row_mask & (beside >= 0) & (beside < T)
-    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS)
+    mask = row_mask & (beside < T) if START else within(row_mask & (beside >= 0), beside, T, WHOLE)
+    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE)
     tiles = tiles + (tl.load(address(boundary[1], sizes, rows, beside, DIMS), mask=mask, other=0),)
     if boundary[2] is not None:
         tiles = tiles + load_steps(
-            boundary[2], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS
+            boundary[2], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
         )
         tiles = tiles + (tl.load(address(boundary[2], sizes, rows, beside, DIMS), mask=mask, other=0),)
     return tiles
@@ -412,6 +418,7 @@ def predecessors(
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The rules of `successors`, for a scan that runs forward: whether the step before is cut, and in place of v_next
     the kind of what follows the step."""
@@ -423,7 +430,8 @@ def predecessors(
     never = ()
     nothing = ()
     for s in tl.static_range(STEPS):
-        at_edge = t + s == T - 1
+        # The edge of a window of whole tiles is a chunk's last step.
+        at_edge = t != t if WHOLE and s < STEPS - 1 else t + s == T - 1
         if START:
             ended = (fetched[s + 1] != 0) | (last & at_edge)
             cut_s = fetched[s] != 0
@@ -459,6 +467,7 @@ def fetch_nothing(
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """No boundary, no flags. (A tuple of no tiles is more than some versions of Triton can carry in a loop.)"""
     return (x[0],)
@@ -490,6 +499,7 @@ def unbounded(
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """No boundaries but the edge of the window, where a scan without an initial state begins."""
     t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)

@@ -2,7 +2,7 @@
 
     python examples/ppo_gpu_envs.py                                     # cart-pole swing-up, 4096 environments
     python examples/ppo_gpu_envs.py --env-id hopper --num-steps 32
-    python examples/ppo_gpu_envs.py --env-id brax-ant                   # any environment of Brax (pip install brax)
+    python examples/ppo_gpu_envs.py --env-id brax-ant --norm-obs --reward-scale 0.1 --gamma 0.97    # pip install brax
     python examples/ppo_gpu_envs.py --no-cuda --num-envs 256 --num-steps 32 --hidden 64 --total-timesteps 3000000
 
 The last line is for a CPU and takes a few minutes on two cores: one seed was upright in all of the last 200 steps; with
@@ -54,13 +54,16 @@ class Args:
     credit: Literal["rl_triton", "loop", "compiled_loop"] = "rl_triton"
     """what computes advantages and returns"""
     compile: Literal["none", "default", "reduce-overhead"] = "none"
-    """torch.compile for the environment's physics and for the loss; reduce-overhead replays CUDA graphs"""
+    """torch.compile for the policy, the environment's step, the loss and a compiled loop; reduce-overhead replays
+    CUDA graphs"""
     total_timesteps: int = 60_000_000
     num_envs: int = 4096
     num_steps: int = 24
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3
     anneal_lr: bool = True
+    reward_scale: float = 1.0
+    """for the learner; the curve shows the task's own returns"""
     gamma: float = 0.99
     gae_lambda: float = 0.95
     num_minibatches: int = 4
@@ -74,8 +77,12 @@ class Args:
     """an update stops at the epoch whose approximate KL divergence is larger"""
     hidden: int = 128
     """units in each of two layers of actor and critic"""
+    norm_obs: bool = False
+    """networks see observations by their mean and standard deviation so far; the built-in ones are scaled by hand"""
     eval_envs: int = 256
-    """episodes that test the policy at the end"""
+    """episodes that test the policy at the end; 0: no test"""
+    max_minutes: float | None = None
+    """stop training then, and test the policy that is there"""
     runs: Path = Path("runs")
     """tensorboard logs, the learning curve (PNG) and the results (JSON) go here"""
 
@@ -114,18 +121,25 @@ class BatchedEnv:
             self.steps.random_(0, self.time_limit)  # as if they had run for a while: time limits spread out
         return self.observe(self.state)
 
-    def step(self, action: torch.Tensor):
-        """What gymnasium's vector environments return under same-step autoreset; nothing waits for the device."""
+    def transition(self, state: torch.Tensor, steps: torch.Tensor, action: torch.Tensor, fresh: torch.Tensor):
+        """One step, without side effects, so that it compiles whole. fresh: the states in which episodes begin."""
         action = action.clamp(-1.0, 1.0)
-        reached = self.physics(self.state, action)
-        self.steps += 1
+        reached, steps = self.physics(state, action), steps + 1
         reward, terminated = self.judge(reached, action)
-        truncated = (self.steps >= self.time_limit) & ~terminated
+        truncated = (steps >= self.time_limit) & ~terminated
         done = terminated | truncated
         final_obs = self.observe(reached)
-        self.state.copy_(torch.where(done[:, None], self.initial(), reached))
-        self.steps.masked_fill_(done, 0)
-        obs = torch.where(done[:, None], self.observe(self.state), final_obs)
+        state, steps = torch.where(done[:, None], fresh, reached), torch.where(done, 0, steps)
+        obs = torch.where(done[:, None], self.observe(state), final_obs)
+        return state, steps, obs, reward, terminated, truncated, final_obs
+
+    def step(self, action: torch.Tensor):
+        """What gymnasium's vector environments return under same-step autoreset; nothing waits for the device."""
+        state, steps, obs, reward, terminated, truncated, final_obs = self.transition(
+            self.state, self.steps, action, self.initial()
+        )
+        self.state.copy_(state)
+        self.steps.copy_(steps)
         return obs, reward, terminated, truncated, {"final_obs": final_obs}
 
 
@@ -319,21 +333,23 @@ class Brax:
 
 
 ENVIRONMENTS = {"cartpole-swingup": CartPoleSwingUp, "hopper": Hopper}
+GOALS = {"brax-ant": 2000.0}
+"""Returns of 1000 steps. An ant that only stays on its legs gets 1000; the rest is the way that it goes."""
 
 
-def make_env(args: Args, num_envs: int, device: torch.device, varied: bool = True):
+def make_env(args: Args, num_envs: int, device: torch.device, *, varied: bool, compile: str):
     if args.env_id.startswith("brax-"):
         return Brax(args.env_id.removeprefix("brax-"), num_envs, device, args.seed)
     if args.env_id not in ENVIRONMENTS:
         raise ValueError(f"--env-id must be {', '.join(ENVIRONMENTS)} or brax-NAME, got {args.env_id!r}")
     env = ENVIRONMENTS[args.env_id](num_envs, device, varied)
-    if args.compile != "none":
-        env.physics = torch.compile(env.physics, mode=args.compile)
+    if compile != "none":
+        env.transition = torch.compile(env.transition, mode=compile)
     return env
 
 
 class Agent(nn.Module):
-    def __init__(self, observation_size: int, action_size: int, hidden: int) -> None:
+    def __init__(self, observation_size: int, action_size: int, hidden: int, norm_obs: bool) -> None:
         super().__init__()
 
         def network(outputs: int, scale: float) -> nn.Sequential:
@@ -346,13 +362,41 @@ class Agent(nn.Module):
 
         self.actor, self.critic = network(action_size, 0.01), network(1, 1.0)
         self.log_std = nn.Parameter(torch.zeros(action_size))
+        self.norm_obs = norm_obs
+        self.register_buffer("mean", torch.zeros(observation_size))
+        self.register_buffer("std", torch.ones(observation_size))
+        self.register_buffer("seen", torch.zeros(()))
+
+    @torch.no_grad()
+    def observe(self, obs: torch.Tensor) -> None:
+        """Take observations, [..., size], into their mean and standard deviation (Chan, Golub & LeVeque 1979)."""
+        obs = obs.flatten(0, -2)
+        seen, delta = self.seen + len(obs), obs.mean(0) - self.mean
+        squares = self.seen * self.std.square() + len(obs) * obs.var(0, correction=0)
+        squares += delta.square() * self.seen * len(obs) / seen
+        self.mean += delta * len(obs) / seen
+        self.std.copy_((squares / seen).sqrt().clamp(min=1e-3))
+        self.seen.copy_(seen)
+
+    def scaled(self, obs: torch.Tensor) -> torch.Tensor:
+        return ((obs - self.mean) / self.std).clamp(-10.0, 10.0) if self.norm_obs else obs
 
     def value(self, obs: torch.Tensor) -> torch.Tensor:
-        return self.critic(obs).squeeze(-1)
+        return self.critic(self.scaled(obs)).squeeze(-1)
+
+    def best(self, obs: torch.Tensor) -> torch.Tensor:
+        """The policy's mean action."""
+        return self.actor(self.scaled(obs))
 
     def policy(self, obs: torch.Tensor) -> Normal:
-        mean = self.actor(obs)
+        mean = self.best(obs)
         return Normal(mean, self.log_std.exp().expand_as(mean), validate_args=False)
+
+    def act(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Action, its log-probability and the value. noise: from the standard normal distribution."""
+        policy = self.policy(obs)
+        action = policy.mean + policy.stddev * noise
+        return action, policy.log_prob(action).sum(-1), self.value(obs)
 
 
 def loop(rewards, values, *, terminated, truncated, bootstrap_values, last_values, valid, time_dim, gamma, lambda_):
@@ -372,7 +416,21 @@ def loop(rewards, values, *, terminated, truncated, bootstrap_values, last_value
     return advantages, advantages + values
 
 
-CREDIT = {"rl_triton": rlt.gae, "loop": loop, "compiled_loop": torch.compile(loop)}
+CREDIT = {"rl_triton": rlt.gae, "loop": loop}
+
+
+def credit_of(args: Args) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    if args.credit != "compiled_loop":
+        return CREDIT[args.credit]
+    if args.compile != "reduce-overhead":
+        return torch.compile(loop)
+    graph = torch.compile(loop, mode="reduce-overhead")
+
+    def replay(*window, **options):
+        torch.compiler.cudagraph_mark_step_begin()
+        return tuple(x.clone() for x in graph(*window, **options))  # the next replay writes over the graph's own
+
+    return replay
 
 
 class Clock:
@@ -395,8 +453,10 @@ class Clock:
         self.last = now
 
     def medians(self) -> dict[str, float]:
-        """Of an update's phases, without the first tenth, which compiles."""
-        return {phase: float(np.median(x[len(x) // 10 :])) for phase, x in self.seconds.items()}
+        """Of an update's phases, without the first updates, which compile."""
+        return {
+            phase: float(np.median(x[min(len(x) - 1, max(5, len(x) // 10)) :])) for phase, x in self.seconds.items()
+        }
 
 
 class Loss:
@@ -422,13 +482,14 @@ class Loss:
 
 
 def train(args: Args, device: torch.device, writer: SummaryWriter):
-    env = make_env(args, args.num_envs, device)
-    agent = Agent(env.observation_size, env.action_size, args.hidden).to(device)
+    env = make_env(args, args.num_envs, device, varied=True, compile=args.compile)
+    agent = Agent(env.observation_size, env.action_size, args.hidden, args.norm_obs).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=device.type == "cuda")
     loss_of = Loss(agent, args)
+    act = agent.act
     if args.compile != "none":
-        loss_of = torch.compile(loss_of, mode=args.compile)
-    credit = CREDIT[args.credit]
+        act, loss_of = torch.compile(act, mode=args.compile), torch.compile(loss_of, mode=args.compile)
+    credit = credit_of(args)
     recorder = Recorder("SAME_STEP")
     clock = Clock(device)
 
@@ -452,14 +513,12 @@ def train(args: Args, device: torch.device, writer: SummaryWriter):
         finished.zero_()
         for t in range(T):
             with torch.no_grad():
-                policy = agent.policy(obs)
-                action = policy.sample()
-                observations[t], actions[t], values[t] = obs, action, agent.value(obs)
-                log_probs[t] = policy.log_prob(action).sum(-1)
-                if args.compile == "reduce-overhead":
+                observations[t] = obs
+                if args.compile == "reduce-overhead":  # the graphs write over what they returned for the last step
                     torch.compiler.cudagraph_mark_step_begin()
-                obs, rewards, terminated, truncated, infos = env.step(action)
-            recorder.step(obs, rewards, terminated, truncated, infos)
+                actions[t], log_probs[t], values[t] = act(observations[t], torch.randn_like(actions[t]))
+                obs, rewards, terminated, truncated, infos = env.step(actions[t])
+            recorder.step(obs, args.reward_scale * rewards, terminated, truncated, infos)
             done = terminated | truncated
             running += rewards
             finished += torch.stack([torch.where(done, running, 0.0).sum(), done.sum()])
@@ -480,13 +539,15 @@ def train(args: Args, device: torch.device, writer: SummaryWriter):
             for rows in order.chunk(args.num_minibatches):
                 if args.compile == "reduce-overhead":
                     torch.compiler.cudagraph_mark_step_begin()
-                loss, figures = loss_of(*(x[rows] for x in batch))
                 optimizer.zero_grad()
+                loss, figures = loss_of(*(x[rows] for x in batch))
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
             if args.target_kl is not None and figures[3] > args.target_kl:
                 break
+        if args.norm_obs:  # behind the update, whose ratios begin at 1
+            agent.observe(observations)
         clock.lap("optimisation")
 
         steps, seconds = (iteration + 1) * batch_size, time.perf_counter() - start
@@ -498,13 +559,16 @@ def train(args: Args, device: torch.device, writer: SummaryWriter):
         for name, x in zip(("policy_loss", "value_loss", "entropy", "approx_kl"), figures.tolist(), strict=True):
             writer.add_scalar(f"losses/{name}", x, steps)
         writer.add_scalar("charts/SPS", steps / seconds, steps)
+        if args.max_minutes is not None and seconds > 60.0 * args.max_minutes:
+            break
+    bar.close()
     return agent, curve, clock, time.perf_counter() - start
 
 
 @torch.no_grad()
 def episodes_of(args: Args, act: Callable[[torch.Tensor], torch.Tensor], device: torch.device):
     """One episode of each of `eval_envs` environments: for each whether it fell, how far it came, upright steps."""
-    env = make_env(args, args.eval_envs, device, varied=False)
+    env = make_env(args, args.eval_envs, device, varied=False, compile="none")
     obs = env.reset()
     alive = torch.ones(args.eval_envs, dtype=torch.bool, device=device)
     fell = torch.zeros_like(alive)
@@ -525,11 +589,13 @@ def episodes_of(args: Args, act: Callable[[torch.Tensor], torch.Tensor], device:
 
 def evaluate(args: Args, agent: Agent, device: torch.device) -> tuple[dict[str, float], list[str]]:
     """The final policy's mean actions, beside uniformly random ones; and what is short of the goal."""
-    trained = episodes_of(args, lambda obs: agent.actor(obs), device)
+    trained = episodes_of(args, agent.best, device)
     size = agent.log_std.shape[0]
     chance = episodes_of(args, lambda obs: torch.rand(len(obs), size, device=device) * 2 - 1, device)
     results = {"return": trained["return"].mean().item(), "random_return": chance["return"].mean().item()}
     failures = []
+    if args.env_id in GOALS and results["return"] < GOALS[args.env_id]:
+        failures.append(f"a return of {results['return']:.0f}, less than {GOALS[args.env_id]:.0f}")
     if args.env_id == "cartpole-swingup":
         results["upright"] = trained["upright"].mean().item()
         if results["upright"] < 0.8:
@@ -574,14 +640,15 @@ def main(args: Args) -> int:
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
 
     agent, curve, clock, seconds = train(args, device, writer)
-    results, failures = evaluate(args, agent, device)
+    results, failures = evaluate(args, agent, device) if args.eval_envs else ({}, [])
     medians = clock.medians()
     update = sum(medians.values())
+    stored = {"args": {key: str(x) if isinstance(x, Path) else x for key, x in asdict(args).items()}}
+    stored |= {"device": str(device), "seconds": seconds, "phases": medians, "results": results}
+    stored |= {"updates": len(clock.seconds["credit"]), "failures": failures, "curve": curve}
+    (folder / "results.json").write_text(json.dumps(stored))
     if curve:
         plot(curve, args, folder / "curve.png")
-    stored = {"args": {key: str(x) if isinstance(x, Path) else x for key, x in asdict(args).items()}}
-    stored |= {"device": str(device), "seconds": seconds, "phases": medians, "results": results, "curve": curve}
-    (folder / "results.json").write_text(json.dumps(stored, indent=1))
     writer.close()
 
     console = Console()
@@ -590,10 +657,12 @@ def main(args: Args) -> int:
         table.add_row(phase, f"{x * 1e3:.3f} ms", f"{x / update:.2%}")
     console.print(table)
     console.print(f"share of credit assignment in an update: {medians['credit'] / update:.2%} ({args.credit})")
-    console.print(f"{seconds:.0f} s, {', '.join(f'{key} {x:.3g}' for key, x in results.items())}")
+    console.print(", ".join([f"{seconds:.0f} s", *(f"{key} {x:.3g}" for key, x in results.items())]))
     console.print(f"curve and results: {folder}", soft_wrap=True)
     for failure in failures:
         console.print(f"[red]{failure}")
+    if results and not failures and args.env_id in {*ENVIRONMENTS, *GOALS}:
+        console.print("solved")
     return 1 if failures else 0
 
 

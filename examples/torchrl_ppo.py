@@ -1,20 +1,24 @@
 """TorchRL PPO on thousands of CartPoles, with TorchRL's advantages and with rl_triton's, side by side.
 
     python examples/torchrl_ppo.py                  # a few minutes on two cores
-    python examples/torchrl_ppo.py --device cuda --n-envs 4096 --total-frames 52_428_800
+    python examples/torchrl_ppo.py --device cuda --n-envs 4096 --total-frames 20_971_520
 
 Trains three times from the same seed: with TorchRL's default GAE, which is a Python loop over time; with its vectorised
 one, which pads every episode to the longest; and with rl_triton patched in, which is one line. Prints what collecting,
-advantages and the gradient steps cost in each run and how far advantages differ on the same batch, and plots the
-learning curves. The CartPoles are simulated as one tensor, on the device.
+advantages and the gradient steps cost in each run, the advantages' share of an update, and how far they differ on the
+same batch; writes all that to results.json, update by update, and plots the learning curves. The CartPoles are one
+tensor, on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import json
 import math
+import platform
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +38,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 from tqdm import tqdm
 
+import rl_triton
 from rl_triton.adapters import status
 from rl_triton.adapters import torchrl as adapter
 
@@ -57,8 +62,10 @@ class Args:
     learning_rate: float = 1e-3
     gamma: float = 0.99
     lmbda: float = 0.95
-    plot: Path = Path("runs/torchrl_ppo.png")
-    """where the learning curves go"""
+    credit: tuple[Literal["loop", "vectorized", "rl_triton"], ...] = ("loop", "vectorized", "rl_triton")
+    """whose advantages: TorchRL's default, TorchRL's vectorised form, ours; a run for each"""
+    out: Path = Path("runs/torchrl_ppo")
+    """the folder of results.json and learning_curves.png"""
 
 
 class CartPole(EnvBase):
@@ -131,6 +138,15 @@ class Run:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     largest_difference: float = 0.0
 
+    def milliseconds(self, phase: str) -> float:
+        """Median over the updates."""
+        return float(np.median(self.seconds[phase])) * 1e3
+
+    @property
+    def share(self) -> float:
+        """Of the advantages in an update, which is advantages and gradient steps."""
+        return self.milliseconds("advantages") / sum(map(self.milliseconds, PHASES[1:]))
+
     @property
     def final_return(self) -> float:
         """Mean over the episodes of the last five updates."""
@@ -151,6 +167,7 @@ def train(name: str, args: Args, *, vectorized: bool, patched: bool) -> Run:
         in_keys=["logits"],
         out_keys=["action"],
         distribution_class=torch.distributions.Categorical,
+        distribution_kwargs={"validate_args": False},  # reads the device's data on the host at every step
         return_log_prob=True,
     ).to(args.device)
     critic = ValueOperator(mlp(1), in_keys=["observation"]).to(args.device)
@@ -221,6 +238,29 @@ def compare(advantages: GAE, data: TensorDict) -> float:
     return max((again[key] - data[key]).abs().max().item() for key in advantages.out_keys)
 
 
+def store(runs: list[Run], args: Args) -> None:
+    """Everything that was measured, and where."""
+    versions = {name: importlib.metadata.version(name) for name in ("torchrl", "tensordict", "torch")}
+    results = {
+        "args": {name: value for name, value in asdict(args).items() if name != "out"},
+        "machine": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
+        "packages": versions | {"rl_triton": rl_triton.__version__},
+        "runs": {
+            run.name: {
+                "final_return": run.final_return,
+                "milliseconds": {phase: run.milliseconds(phase) for phase in PHASES},
+                "share_of_update": run.share,
+                "largest_difference": run.largest_difference,
+                "curve": {"frames": run.frames, "returns": run.returns},
+                "seconds": run.seconds,
+            }
+            for run in runs
+        },
+        "status": {name: counts for name, counts in status().items() if counts["served"] or counts["fallen_back"]},
+    }
+    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
 def plot(runs: list[Run], path: Path) -> None:
     import matplotlib
 
@@ -228,7 +268,7 @@ def plot(runs: list[Run], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (curves, costs) = plt.subplots(1, 2, figsize=(11, 4))
-    for run, width in zip(runs, (6, 3, 1), strict=True):  # where they coincide, all are seen
+    for run, width in zip(runs, (6, 3, 1)[-len(runs) :], strict=True):  # where they coincide, all are seen
         curves.plot(np.array(run.frames) / 1e3, run.returns, label=run.name, linewidth=width, alpha=0.6)
     curves.axhline(SOLVED, color="grey", linestyle=":", label=f"solved ({SOLVED:.0f})")
     curves.set(
@@ -239,38 +279,42 @@ def plot(runs: list[Run], path: Path) -> None:
     curves.legend(loc="lower right")
     bottom = np.zeros(len(runs))
     for phase in PHASES:
-        medians = np.array([np.median(run.seconds[phase]) * 1e3 for run in runs])
+        medians = np.array([run.milliseconds(phase) for run in runs])
         costs.bar([run.name for run in runs], medians, bottom=bottom, label=phase)
         bottom += medians
     costs.set(ylabel="ms, median", title="One iteration")
     costs.tick_params(axis="x", labelsize=7)
     costs.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 def main(args: Args) -> int:
     torch.set_num_threads(1)  # the networks are tiny
     console = Console()
-    runs = [
-        train("TorchRL, default", args, vectorized=False, patched=False),
-        train("TorchRL, vectorized", args, vectorized=True, patched=False),
-        train("rl_triton", args, vectorized=False, patched=True),
-    ]
-    plot(runs, args.plot)
+    settings = {
+        "loop": ("TorchRL, default", {"vectorized": False, "patched": False}),
+        "vectorized": ("TorchRL, vectorized", {"vectorized": True, "patched": False}),
+        "rl_triton": ("rl_triton", {"vectorized": False, "patched": True}),
+    }
+    chosen = [settings[credit] for credit in dict.fromkeys(args.credit)]
+    runs = [train(name, args, **setting) for name, setting in chosen]
+    args.out.mkdir(parents=True, exist_ok=True)
+    store(runs, args)
+    plot(runs, args.out / "learning_curves.png")
 
     title = f"PPO on CartPole, {args.n_envs} environments x {args.n_steps} steps, {args.device}"
     table = Table("", *(run.name for run in runs), title=title)
     table.add_row("mean return, last 5 updates", *(f"{run.final_return:.1f}" for run in runs))
     for phase in PHASES:
-        table.add_row(f"{phase}, median", *(f"{np.median(run.seconds[phase]) * 1e3:.2f} ms" for run in runs))
+        table.add_row(f"{phase}, median", *(f"{run.milliseconds(phase):.2f} ms" for run in runs))
+    table.add_row("advantages' share of an update", *(f"{run.share:.2%}" for run in runs))
     table.add_row("difference from the loop, same batch", *(f"{run.largest_difference:.2g}" for run in runs))
     console.print(table)
     for name, counts in status().items():
         if counts["served"] or counts["fallen_back"]:
             console.print(f"{name}: served {counts['served']}, fallen back {counts['fallen_back'] or 0}")
-    console.print(f"Learning curves: {args.plot}")
+    console.print(f"Results and learning curves: {args.out}")
 
     failures = [
         f"{run.name}: mean return {run.final_return:.1f} < {SOLVED}" for run in runs if not run.final_return >= SOLVED

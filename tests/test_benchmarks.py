@@ -3,13 +3,15 @@
 import contextlib
 import json
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("tqdm", reason="the bench extra is not installed")
 pytest.importorskip("matplotlib", reason="the bench extra is not installed")
 
-from benchmarks import check, run, timing
+import rl_triton
+from benchmarks import check, learning, learning_report, run, timing
 from benchmarks.baselines import OURS, SUBJECTS, Prepared, loops, scans
 from benchmarks.cases import OPS, TIERS, Case, Shape, bytes_read, make_window, parse_shape, tensors
 from benchmarks.gate import Gate, GateError
@@ -317,3 +319,145 @@ def test_times_of_different_runs_are_not_compared():
     assert measurements(rows, cuda=True).speedup(peer) == pytest.approx(1.5)
     peer["run"] = "2"
     assert measurements(rows, cuda=True).speedup(peer) is None
+
+
+def learning_rows():
+    """As the programs would store them, of a GPU that there is not."""
+    where = {"machine": "Test GPU", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-01", "commit": "abc"}
+    phases = {"rollout": 0.05, "credit": 0.001, "optimisation": 0.04}
+    yield {"plan": "pong", "name": "pong-loop-1", "failed": "exit 1", "log": ""} | where
+    for credit, scores in (("rl_triton", (18.0, 19.0, 20.0)), ("loop", (18.5, 19.0, 19.5))):
+        for seed, score in enumerate(scores, 1):
+            row = {"plan": "pong", "name": f"pong-{credit}-{seed}", "args": {"credit": credit, "seed": seed}}
+            row |= {"total_steps": 3_000_000, "seconds": 500.0, "steps_per_second": 6000.0, "cores": 24, "games": 900}
+            row |= {"parallel": 6}
+            row |= {"final_return": score, "largest_difference": 4e-7, "phases": phases}
+            yield row | {"curve": [[1e6, -21.0], [2e6, 15.5], [3e6, score]]} | where
+    given = {"num_envs": 4096, "hidden": 128, "compile": "none", "credit": "rl_triton"}
+    for env_id, results, failures in (
+        ("cartpole-swingup", {"upright": 0.95, "return": 300.0, "random_return": 20.0}, []),
+        ("hopper", {"distance": 3.0, "falls": 0.5, "random_distance": 0.4, "return": 9.0, "random_return": 2.0}, ["x"]),
+    ):
+        args = given | {"env_id": env_id, "num_steps": 24}
+        row = {"plan": "envs", "name": f"{env_id}-T24", "args": args, "results": results, "failures": failures}
+        yield row | {"updates": 10, "seconds": 60.0, "phases": phases, "curve": [[1e6, 1.0], [2e6, 5.0]]} | where
+    for credit, seconds in (("rl_triton", 0.001), ("loop", 0.01), ("compiled_loop", 0.0005)):
+        for plan, steps in (("breakdown", 24), ("amdahl", 128)):
+            args = given | {"env_id": "cartpole-swingup", "num_steps": steps, "credit": credit}
+            row = {"plan": plan, "name": f"{plan}-{credit}", "args": args, "phases": phases | {"credit": seconds}}
+            yield row | {"results": {}, "failures": [], "updates": 40, "seconds": 4.0, "curve": []} | where
+
+
+def test_report_of_learning(tmp_path):
+    rows = list(learning_rows())
+    text = learning_report.tables(rows)
+    assert "| `rl_triton` | 3 | 3.00 M | 8.3 | 6,000 | 20.0 | 2.00 M | 4.0e-07 |" in text
+    assert "+0.00, 95 % bootstrap interval -" in text
+    assert "which holds 0" in text
+    assert "upright in 95%" in text
+    assert "| 9 (2) | 3.0 m, falls in 50% (0.4 m) | **no** |" in text
+    # A loop that takes a hundredth of a tenth of a second: 0.01 s of 0.1 s, and a tenth of that afterwards.
+    assert "| `loop` | 100.0 | 10.0% | 1.10% | 10.0x | 1.099x | 1.099x |" in text
+    assert (
+        "faster than ours in 1 of 2 comparisons: cartpole-swingup, 4096 x 24, hidden 128: compiled_loop (0.50x)" in text
+    )
+    assert "Runs without results" not in text  # the run that failed was repeated
+    learning_report.draw(rows, tmp_path)
+    names = {"pong.png", "cartpole.png", "hopper.png", "breakdown.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert all(path.stat().st_size > 5_000 for path in tmp_path.iterdir())
+    assert learning_report.tables([]) == "Nothing has been measured yet."
+
+
+def test_bootstrap_tells_a_difference():
+    low, high = learning_report.bootstrap_interval([20.0, 19.0, 20.5], [10.0, 12.0, 11.0])
+    assert 7.0 <= low < high <= 10.5
+    low, high = learning_report.bootstrap_interval([20.0, 18.0, 19.0], [19.0, 20.0, 18.5])
+    assert low < 0 < high
+
+
+def test_amdahl():
+    assert learning_report.bound(0.5, 2.0) == pytest.approx(4 / 3)
+    assert learning_report.bound(0.1, 1e12) == pytest.approx(1 / 0.9)
+
+
+def test_curves_are_thinned():
+    curve = [(i, float(i)) for i in range(10_000)]
+    short = learning.thinned(curve)
+    assert len(short) == learning.CURVE_POINTS
+    assert short[-1] == [9999.0, 9999.0]
+    assert learning.thinned(curve[:7]) == [list(map(float, x)) for x in curve[:7]]
+
+
+def test_cores_and_gpus_are_shared():
+    shares = learning.slots(3, "2-8", "0,1", shared=False)
+    assert [slot.cores for slot in shares] == [(2, 3, 4), (5, 6), (7, 8)]
+    assert [slot.gpu for slot in shares] == ["0", "1", "0"]
+    assert [slot.threads for slot in shares] == [3, 2, 2]
+    (one, *_) = learning.slots(3, "2-8", None, shared=True)
+    assert (one.cores, one.gpu, one.threads) == (tuple(range(2, 9)), None, 6)
+    with pytest.raises(ValueError, match="at least 3"):
+        learning.slots(3, "0-1", None, shared=False)
+
+
+PROGRAM = """
+import json, pathlib, sys, time
+name, runs = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--runs") + 1])
+time.sleep(1000 if name == "endless" else 0)
+if name == "broken":
+    raise RuntimeError("it broke")
+(runs / "r").mkdir()
+(runs / "r" / "results.json").write_text(json.dumps({"args": {"given": sys.argv[1:]}, "curve": [[1, 2.0, 3.0]],
+    "seconds": 1.0, "phases": {}, "results": {}, "failures": []}))
+"""
+
+
+def test_driver_keeps_what_there_is(tmp_path, monkeypatch):
+    """Of a run that is done, of one that breaks, and of one that the time limit stops."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "program.py").write_text(PROGRAM)
+    jobs = [learning.Job("plan", name, "program", (name,)) for name in ("whole", "broken", "endless")]
+    monkeypatch.setattr(learning, "ROOT", tmp_path)
+    monkeypatch.setattr(learning, "WORK", tmp_path / "work")
+    monkeypatch.setitem(learning.PLANS, "plan", lambda: iter(jobs))
+    out, rows = tmp_path / "out", tmp_path / "rows.jsonl"
+    options = ["--out", str(out), "--minutes", "0.05", "--start-seconds", "0.5", "--parallel", "3", "--", "--more"]
+    assert learning.main(["run", "--plan", "plan", *options]) == 1
+    learning.store(out / learning.ARCHIVE, rows, tmp_path / "rollout.npz", "abc")
+    found = {row["name"]: row for row in read(rows)}
+    assert set(found) == {"whole", "broken", "endless"}
+    assert found["whole"]["curve"] == [[1.0, 3.0]]
+    assert found["whole"]["args"]["given"][-1] == "--more"
+    assert "--max-minutes" in found["whole"]["args"]["given"]
+    assert "it broke" in found["broken"]["log"]
+    assert "failed" in found["endless"]
+    assert {row["commit"] for row in found.values()} == {"abc"}
+
+
+def test_archive_of_pong(tmp_path, monkeypatch):
+    """Games become a curve of their mean, and the first run's rollout is kept."""
+    monkeypatch.setattr(learning, "WORK", tmp_path)
+    window = {"values": torch.ones(2, 3), "terminated": torch.zeros(2, 3, dtype=torch.bool), "truncated": None}
+    (tmp_path / "pong-a" / "r").mkdir(parents=True)
+    torch.save(window, tmp_path / "pong-a" / "r" / "rollout.pt")
+    games = {"steps": list(range(150)), "returns": [float(i >= 50) for i in range(150)], "final_return": 1.0}
+    learning.pack(tmp_path, [{"plan": "pong", "name": "pong-a", **games}])
+    (row,) = learning.store(tmp_path / learning.ARCHIVE, tmp_path / "rows.jsonl", tmp_path / "rollout.npz", None)
+    assert row["games"] == 150
+    assert row["curve"][0] == [99.0, 0.5]
+    assert row["curve"][-1] == [149.0, 1.0]
+    kept = np.load(tmp_path / "rollout.npz")
+    assert set(kept) == {"values", "terminated"}
+    assert read(tmp_path / "rows.jsonl") == [row]
+
+
+@pytest.mark.skipif(not learning.ROLLOUT.exists(), reason="no run of Pong has been stored")
+def test_ways_to_assign_credit_agree_on_the_stored_rollout():
+    window = {name: torch.from_numpy(x) for name, x in np.load(learning.ROLLOUT).items()}
+    rewards, values = window.pop("rewards"), window.pop("values")
+    boundary = dict(truncated=None, bootstrap_values=None) | window | dict(time_dim=0, gamma=0.99, lambda_=0.95)
+    double = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in boundary.items()}
+    ours = rl_triton.gae(rewards, values, **boundary)
+    theirs = reference.gae(rewards.double(), values.double(), **double)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0.0, atol=1e-5)

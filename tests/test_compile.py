@@ -94,6 +94,11 @@ with rlt.backend("triton"):
         x = torch.ones(shape)
         rlt.gae(x, x, x > 0, last_values=x.select(time_dim, 0), time_dim=time_dim)
         transposed(x > 0, time_dim, torch.float32, ())
+    # Windows of whole tiles.
+    for shape, time_dim in (((4, 512), 1), ((256, 16), 0)):
+        x = torch.ones(shape)
+        rlt.vtrace(x, x, x > 0, log_rhos=x, last_values=x.select(time_dim, 0), time_dim=time_dim)
+        transposed(x > 0, time_dim, torch.float32, ())
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         rlt.normalize_advantages(x.to(dtype))
         rlt.normalize_advantages(x.to(dtype), valid=x > 0, unbiased=False)
@@ -106,4 +111,4 @@ def test_kernels_compile_for_hopper(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # a kernel found in a cache would be launched, not compiled
     result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert result.stdout == "72 kernels\n", result.stderr[-4000:]
+    assert result.stdout == "76 kernels\n", result.stderr[-4000:]

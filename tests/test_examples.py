@@ -29,14 +29,19 @@ def test_sb3_ppo(tmp_path):
 def test_torchrl_ppo(tmp_path):
     pytest.importorskip("tyro", reason="needs the extra `examples`")
     pytest.importorskip("torchrl", reason="TorchRL is not installed")
-    plot = tmp_path / "curves.png"
     budget = ["--total-frames", "2048", "--n-envs", "16", "--n-steps", "32", "--n-epochs", "1", "--n-minibatches", "2"]
-    command = [sys.executable, str(EXAMPLES / "torchrl_ppo.py"), *budget, "--plot", str(plot)]
+    command = [sys.executable, str(EXAMPLES / "torchrl_ppo.py"), *budget, "--out", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     printed = " ".join(result.stdout.split())
     assert "served 4, fallen back 0" in printed, result.stderr
     assert "advantages differ" not in printed
-    assert plot.stat().st_size > 10_000
+    assert (tmp_path / "learning_curves.png").stat().st_size > 10_000
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert list(runs) == ["TorchRL, default", "TorchRL, vectorized", "rl_triton"]
+    for run in runs.values():
+        assert [len(seconds) for seconds in run["seconds"].values()] == [4, 4, 4]
+        assert 0 < run["share_of_update"] < 1
+        assert run["largest_difference"] < 1e-3
     assert result.returncode == 1  # two thousand steps do not solve CartPole, and the program says so
 
 
@@ -72,7 +77,58 @@ def test_ppo_gpu_envs(tmp_path, env_id, credit):
     assert set(results["phases"]) == {"rollout", "credit", "optimisation"}
     assert all(seconds > 0 for seconds in results["phases"].values())
     assert results["results"]["random_return"] != 0
+    assert results["failures"]  # a thousand steps solve nothing
+    assert all(failure in printed for failure in results["failures"])
     assert len(list(tmp_path.glob("*/events*"))) == 1
+
+
+@pytest.mark.cpu_only
+@pytest.mark.slow
+def test_ppo_gpu_envs_compiled(tmp_path):
+    """What LeanRL compiles: policy, environment, advantages, loss; normalised observations; stopped by time."""
+    options = ["--credit", "compiled_loop", "--compile", "reduce-overhead", "--norm-obs", "--max-minutes", "0"]
+    size = ["--no-cuda", "--num-envs", "16", "--num-steps", "4", "--hidden", "8", "--eval-envs", "2"]
+    printed, written = run("ppo_gpu_envs", tmp_path, *options, *size)
+    assert "(compiled_loop)" in printed
+    (results,) = written.values()
+    assert results["updates"] == 1
+
+
+def test_normalised_observations():
+    """Mean and standard deviation over all that was seen, in whatever portions it came."""
+    agent = example("ppo_gpu_envs").Agent(3, 1, 8, norm_obs=True)
+    obs = torch.randn(7, 50, 3, generator=torch.Generator().manual_seed(0)) * 4.0 + torch.tensor([-30.0, 0.0, 2.0])
+    for portion in obs.split([1, 2, 4]):
+        agent.observe(portion)
+    flat = obs.flatten(0, 1)
+    torch.testing.assert_close(agent.mean, flat.mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(agent.std, flat.std(0, correction=0), rtol=1e-5, atol=1e-5)
+    scaled = agent.scaled(flat)
+    torch.testing.assert_close(scaled.mean(0), torch.zeros(3), rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", ["cartpole-swingup", "hopper"])
+def test_compiled_environments_are_the_same(task):
+    """Step for step what the plain ones are, restarts included; torch.compile without a compiler behind it."""
+    module = example("ppo_gpu_envs")
+    options = dict(env_id=task, num_envs=8, cuda=False)
+    plain, compiled = (
+        module.make_env(module.Args(**options), 8, torch.device("cpu"), varied=True, compile="none") for _ in range(2)
+    )
+    compiled.transition = torch.compile(compiled.transition, backend="eager")
+    for env in (plain, compiled):
+        torch.manual_seed(0)
+        env.reset()
+        env.steps[:4] = env.time_limit - 2
+    for seed in range(4):
+        results = []
+        for env in (plain, compiled):
+            torch.manual_seed(seed)
+            results.append(env.step(torch.randn(8, env.action_size)))
+        for x, y in zip(*(r[:4] + (r[4]["final_obs"],) for r in results), strict=True):
+            torch.testing.assert_close(x, y)
+        assert torch.equal(plain.steps, compiled.steps)
+    assert (plain.steps[:4] < 4).all()  # they did restart
 
 
 @pytest.mark.cpu_only
@@ -89,9 +145,13 @@ def test_ppo_atari_stops_and_goes_on(tmp_path):
     assert not rollout["valid"].all()
 
     arguments = tmp_path / name / "args.json"
-    arguments.write_text(arguments.read_text().replace('"total_timesteps": 64', '"total_timesteps": 96'))
-    printed, written = run("ppo_atari", tmp_path, "--resume", str(tmp_path / name))
-    assert torch.load(tmp_path / name / "checkpoint.pt")["progress"]["iteration"] == 3  # two updates, and one more
+    arguments.write_text(arguments.read_text().replace('"total_timesteps": 64', '"total_timesteps": 3200'))
+    resume = ["--resume", str(tmp_path / name), "--max-minutes", "0"]
+    printed, written = run("ppo_atari", tmp_path, *resume)
+    # Two updates, and the one at whose end the time was over.
+    assert torch.load(tmp_path / name / "checkpoint.pt")["progress"]["iteration"] == 3
+    assert written[name]["total_steps"] == 96
+    assert written[name]["largest_difference"] < 1e-5
     assert written[name]["steps"][: len(results["steps"])] == results["steps"]
 
 

@@ -11,7 +11,7 @@ import torch
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Expectation, Forms, Taken
 from rl_triton._plan import planned
-from rl_triton._tile import clipped, scaled
+from rl_triton._tile import clipped, exponential, scaled
 from rl_triton._triton import constant, jit, tl
 from rl_triton.boundaries import check_successors
 from rl_triton.estimators import gae as _gae
@@ -29,7 +29,7 @@ _NONE, _LOG_RHOS, _PROBS = map(constant, range(3))
 def _ratio(x, VARIANT: tl.constexpr):
     """w = π(a|s) / μ(a|s), 1 if no ratio was given."""
     if VARIANT % 3 == _LOG_RHOS:
-        w = tl.exp(x[2].to(tl.float64)).to(x[0].dtype)
+        w = exponential(x[2])
     elif VARIANT % 3 == _PROBS:
         w = x[2] / x[3]
     else:

@@ -10,7 +10,7 @@ import torch
 from rl_triton import _checks, _run, _scalar
 from rl_triton._algorithm import Algorithm, Forms
 from rl_triton._plan import planned
-from rl_triton._tile import clipped, scaled
+from rl_triton._tile import clipped, exponential, scaled
 from rl_triton._triton import constant, jit, tl
 from rl_triton.boundaries import check_successors
 from rl_triton.estimators import gae as _gae
@@ -21,12 +21,12 @@ _LOG_RHOS, _LOG_PROBS = map(constant, range(2))
 
 @jit
 def _ratio(x, VARIANT: tl.constexpr):
-    """w = π(a|s) / μ(a|s). The exponential is taken in float64: Triton's float32 one is an approximation."""
+    """w = π(a|s) / μ(a|s)."""
     if VARIANT == _LOG_RHOS:
-        log_rho = x[2].to(tl.float64)
+        log_rho = x[2]
     else:
-        log_rho = x[2].to(tl.float64) - x[3].to(tl.float64)
-    return tl.exp(log_rho).to(x[0].dtype)
+        log_rho = x[2] - x[3]
+    return exponential(log_rho)
 
 
 def _ratio_of_log_rhos(x):
