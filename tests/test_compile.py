@@ -93,12 +93,12 @@ with rlt.backend("triton"):
     for shape, time_dim in (((2, 6000), 1), ((6000, 2), 0)):
         x = torch.ones(shape)
         rlt.gae(x, x, x > 0, last_values=x.select(time_dim, 0), time_dim=time_dim)
-        transposed(x > 0, time_dim, torch.float32, ())
+        adjoint(x > 0, x, x, op="gae", gamma=0.99, lambda_=0.9, has_next_values=False, time_dim=time_dim)
     # Windows of whole tiles.
     for shape, time_dim in (((4, 512), 1), ((256, 16), 0)):
         x = torch.ones(shape)
         rlt.vtrace(x, x, x > 0, log_rhos=x, last_values=x.select(time_dim, 0), time_dim=time_dim)
-        transposed(x > 0, time_dim, torch.float32, ())
+        adjoint(x > 0, x, x, op="gae", gamma=0.99, lambda_=0.9, has_next_values=False, time_dim=time_dim)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         rlt.normalize_advantages(x.to(dtype))
         rlt.normalize_advantages(x.to(dtype), valid=x > 0, unbiased=False)
