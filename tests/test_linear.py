@@ -26,7 +26,7 @@ def only_linear(monkeypatch):
     monkeypatch.setattr(_differentiable, "estimate", None)
 
 
-@on_backends("case", CASES, ("gae", "truncated"))
+@on_backends("case", CASES, ("td_lambda_returns", "truncated"))
 def test_finite_differences(case, backend, only_linear):
     """First and second derivatives; a window with NaN where nothing is read comes below."""
     op, window = case
@@ -51,7 +51,7 @@ def test_third_derivatives(only_linear):
 def linear(data, device="cpu"):
     """(op, arguments) of a drawn call that is linear; what is not read holds NaN."""
     op = data.draw(st.sampled_from(OPS))
-    tensors, options, _ = data.draw(windows(device=device, max_steps=10, max_rows=3))
+    tensors, options, _ = data.draw(windows(device=device, max_steps=9, max_rows=3))
     arguments = tensors | options
     for name in ("valid", "carry", *{"discounted_returns": ("values", "lambda_")}.get(op, ())):
         arguments.pop(name, None)
@@ -79,7 +79,7 @@ def test_gradients_of_plain_loops(config, backend, only_linear):
     if backend.name == "cpu" and config is not SMALL:
         pytest.skip("a configuration is for kernels")
 
-    @settings(max_examples=4 if backend.slow else 40)
+    @settings(max_examples=3 if backend.slow else 25)
     @given(data=st.data())
     def compare(data):
         op, arguments = linear(data)

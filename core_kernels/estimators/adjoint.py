@@ -42,11 +42,10 @@ def _outputs_scalar(x, state, ahead, factors):
     zero = gamma - gamma  # finite
     of_value = (zero if cut else _scalar.scaled(own, state_before)) - x[0]
     of_last = _scalar.scaled(gamma, state)
-    if after == _FOLLOWED:
-        return state, of_value, _scalar.scaled(following, state), zero
-    if after == _AT_EDGE:
-        return state, of_value, _scalar.scaled(edge, state), of_last
-    return state, of_value, zero if after == _TERMINATED else of_last, zero
+    beyond = _scalar.scaled(edge, state) if after == _AT_EDGE else of_last
+    beyond = _scalar.scaled(following, state) if after == _FOLLOWED else beyond
+    beyond = zero if after == _TERMINATED else beyond
+    return state, of_value, beyond, of_last if after == _AT_EDGE else zero
 
 
 _ADJOINT = Algorithm(
