@@ -1,9 +1,10 @@
-"""Gradients of gae: ours with `differentiable=True`, in eager code and compiled, beside autograd through the baselines.
+"""Gradients of gae and td_lambda_returns: ours with `differentiable=True`, in eager code and compiled, beside autograd
+through the baselines.
 
     python -m benchmarks.backward            # rows go to benchmarks/results/backward.jsonl
     python -m benchmarks.backward --table    # prints the stored rows
 
-"forward and backward" is a call and `torch.autograd.grad` of both results, weighted at random, by rewards, values and
+"forward and backward" is a call and `torch.autograd.grad` of its results, weighted at random, by rewards, values and
 last_values; "backward" is the second half alone, on a graph that is kept. Bytes are those of a backward pass that reads
 the weights and the flags once and writes the gradients once. Nothing is timed whose gradients do not agree.
 """
@@ -20,49 +21,66 @@ from tqdm import tqdm
 import rl_triton as rlt
 from benchmarks import command, timing
 from benchmarks.baselines import scans
-from benchmarks.baselines.loops import loop
+from benchmarks.baselines.loops import loop, td_lambda_loop
 from benchmarks.provenance import provenance, stored
 
 SHAPES = ((4096, 128), (4096, 2048), (16384, 2048))
 GAMMA, LAMBDA = 0.99, 0.95
 SECONDS = 0.5
 MAX_LOOP_STEPS = 2048  # the loop keeps a dozen tensors a step
-Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Function = Callable[..., Any]
+OPS = ("gae", "td_lambda_returns")
 
 
-def _ours(rewards: torch.Tensor, values: torch.Tensor, terminated: torch.Tensor, last_values: torch.Tensor) -> Any:
-    return rlt.gae(
-        rewards, values, terminated, last_values=last_values, gamma=GAMMA, lambda_=LAMBDA, differentiable=True
-    )
+def _ours(op: str) -> Function:
+    function = getattr(rlt, op)
+
+    def call(rewards: Any, values: Any, terminated: Any, last_values: Any) -> Any:
+        return function(
+            rewards, values, terminated, last_values=last_values, gamma=GAMMA, lambda_=LAMBDA, differentiable=True
+        )
+
+    return call
 
 
-def _loop(rewards: torch.Tensor, values: torch.Tensor, terminated: torch.Tensor, last_values: torch.Tensor) -> Any:
-    return loop(rewards, values, terminated.to(rewards.dtype), last_values, GAMMA, LAMBDA, 1)
+def _loop(op: str) -> Function:
+    function = {"gae": loop, "td_lambda_returns": td_lambda_loop}[op]
+
+    def call(rewards: Any, values: Any, terminated: Any, last_values: Any) -> Any:
+        return function(rewards, values, terminated.to(rewards.dtype), last_values, GAMMA, LAMBDA, 1)
+
+    return call
 
 
-def _scan(rewards: torch.Tensor, values: torch.Tensor, terminated: torch.Tensor, last_values: torch.Tensor) -> Any:
-    return scans.gae(rewards, values, terminated, last_values=last_values, gamma=GAMMA, lambda_=LAMBDA, dim=1)
+def _scan(op: str) -> Function:
+    function = scans.SCANS[op]
+
+    def call(rewards: Any, values: Any, terminated: Any, last_values: Any) -> Any:
+        return function(rewards, values, terminated, last_values=last_values, gamma=GAMMA, lambda_=LAMBDA, dim=1)
+
+    return call
 
 
 def _compiled(function: Function) -> Function:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-WHO: dict[str, Callable[[], Function]] = {
-    "rl_triton": lambda: _ours,
-    "rl_triton, compiled": lambda: _compiled(_ours),
-    "eager loop": lambda: _loop,
-    "compiled scan": lambda: _compiled(_scan),
+WHO: dict[str, Callable[[str], Function]] = {
+    "rl_triton": _ours,
+    "rl_triton, compiled": lambda op: _compiled(_ours(op)),
+    "eager loop": _loop,
+    "compiled scan": lambda op: _compiled(_scan(op)),
 }
 
 
 class Gradients:
     """One subject on one set of tensors."""
 
-    def __init__(self, function: Function, shape: tuple[int, int], device: str, dtype: torch.dtype) -> None:
+    def __init__(self, op: str, function: Function, shape: tuple[int, int], device: str, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
         tensors = [torch.randn(shape, generator=generator) for _ in range(4)]
-        rewards, values, *self.weights = (x.to(device=device, dtype=dtype) for x in tensors)
+        rewards, values, *weights = (x.to(device=device, dtype=dtype) for x in tensors)
+        self.weights = weights if op == "gae" else weights[:1]  # one for each result
         last_values = torch.randn(shape[0], generator=generator).to(device=device, dtype=dtype)
         self.terminated = (torch.rand(shape, generator=generator) < 0.01).to(device)
         self.leaves = tuple(x.requires_grad_() for x in (rewards, values, last_values))
@@ -70,7 +88,8 @@ class Gradients:
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         rewards, values, last_values = self.leaves
-        return tuple(self.function(rewards, values, self.terminated, last_values))
+        results = self.function(rewards, values, self.terminated, last_values)
+        return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
     def both(self) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(self.forward(), self.leaves, self.weights)
@@ -80,10 +99,10 @@ class Gradients:
         return lambda: torch.autograd.grad(results, self.leaves, self.weights, retain_graph=True)
 
 
-def check(function: Function, device: str) -> None:
+def check(op: str, function: Function, device: str) -> None:
     """Gradients against autograd through the loop in float64."""
-    actual = Gradients(function, (64, 100), device, torch.float32).both()
-    expected = Gradients(_loop, (64, 100), device, torch.float64).both()
+    actual = Gradients(op, function, (64, 100), device, torch.float32).both()
+    expected = Gradients(op, _loop(op), (64, 100), device, torch.float64).both()
     for x, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(x.double(), want, rtol=1e-4, atol=1e-4)
 
@@ -98,14 +117,20 @@ def copy_of(n_bytes: int, device: str, seconds: float) -> timing.Times:
 def measure(device: str, shapes: command.Shapes, seconds: float) -> Iterator[dict[str, Any]]:
     where = provenance(device)
     functorch_config.donated_buffer = False  # a graph that is kept gives no buffer away
-    cases = [(shape, who) for shape in shapes for who in WHO if who != "eager loop" or shape[1] <= MAX_LOOP_STEPS]
-    for shape, who in tqdm(cases, desc="gradients", unit="case"):
+    cases = [
+        (op, shape, who)
+        for op in OPS
+        for shape in shapes
+        for who in WHO
+        if who != "eager loop" or shape[1] <= MAX_LOOP_STEPS
+    ]
+    for op, shape, who in tqdm(cases, desc="gradients", unit="case"):
         torch._dynamo.reset()
-        function = WHO[who]()
-        check(function, device)
-        subject = Gradients(function, shape, device, torch.float32)
+        function = WHO[who](op)
+        check(op, function, device)
+        subject = Gradients(op, function, shape, device, torch.float32)
         n_bytes = sum(x.numel() * x.element_size() for x in (*subject.weights, *subject.leaves, subject.terminated))
-        row: dict[str, Any] = {"op": "gae", "who": who, "N": shape[0], "T": shape[1], "bytes": n_bytes}
+        row: dict[str, Any] = {"op": op, "who": who, "N": shape[0], "T": shape[1], "bytes": n_bytes}
         for name, call in (("both", subject.both), ("backward", subject.backward())):
             for clock in (timing.single, timing.amortised):
                 times = clock([call], lambda _: timing.synchronize(device), seconds)
@@ -116,12 +141,12 @@ def measure(device: str, shapes: command.Shapes, seconds: float) -> Iterator[dic
 
 
 def table() -> str:
-    lines = ["| N x T | who | forward and backward | backward | of a copy's speed |", "|---|---|---|---|---|"]
-    latest = {(row["N"], row["T"], row["who"]): row for row in stored("backward")}
-    for (n, n_steps, who), row in latest.items():
+    lines = ["| op | N x T | who | forward and backward | backward | of a copy's speed |", "|---|---|---|---|---|---|"]
+    latest = {(row["op"], row["N"], row["T"], row["who"]): row for row in stored("backward")}
+    for (op, n, n_steps, who), row in latest.items():
         share = f"{100 * row['copy_us'] / row['backward_amortised_us']:.0f} %" if "copy_us" in row else ""
         both, backward = f"{row['both_amortised_us']:,.0f} us", f"{row['backward_amortised_us']:,.0f} us"
-        lines.append(f"| {n} x {n_steps} | {who} | {both} | {backward} | {share} |")
+        lines.append(f"| {op} | {n} x {n_steps} | {who} | {both} | {backward} | {share} |")
     return "\n".join(lines)
 
 

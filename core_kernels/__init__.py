@@ -8,6 +8,7 @@ from rl_triton import _versions  # noqa: F401 - looks at them, before what anoth
 # isort: split
 from rl_triton import _library
 from rl_triton._backend import backend
+from rl_triton.estimators.adjoint import adjoint as _adjoint
 from rl_triton.estimators.affine import affine_scan
 from rl_triton.estimators.discounted import discounted_returns
 from rl_triton.estimators.gae import GAE, gae
@@ -21,6 +22,7 @@ from rl_triton.estimators.vtrace import VTrace, vtrace
 __version__ = "0.1.0"
 
 for _function, _results in (
+    (_adjoint, tuple),
     (affine_scan, None),
     (discounted_returns, None),
     (eligibility_traces, None),

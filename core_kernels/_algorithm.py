@@ -41,6 +41,8 @@ class Algorithm:
     outputs(x, state, ahead, factors) -> results of the step, a tuple
         ahead = (v_next, v_follow, cut, state_next, target_next): v_follow is V of the next valid step (v_next at the
         window's edge); state_next and target_next, X and the target one step on, exist with `lookahead` 1 and 2.
+        Where the scan runs forward, state_next is X one step before: the neighbour that the recurrence reads.
+        With the boundary `Predecessors`, v_next is the kind of what follows the step.
     beyond(v) -> the state just beyond a boundary whose successor has value v
         (scalar form: beyond(v, zero)).
     """
@@ -88,18 +90,24 @@ class Problem(NamedTuple):
     time_dim: int
     """Position of the time axis in `shape`, not negative."""
     inputs: tuple[Any, ...]
-    """Per-step tensors (or `Taken`), in the order in which `coefficients` unpacks them."""
+    """Per-step tensors (or `Taken`), in the order in which `coefficients` unpacks them; None is zero."""
     factors: tuple[float | torch.Tensor | None, ...]
     """Floats, or tensors expanded to `shape`. None: the product of the factors before it."""
     boundary: Any
-    """`Successors`, `Resets` or `Unbounded` of boundaries.py."""
+    """`Successors`, `Predecessors`, `Resets` or `Unbounded` of boundaries.py."""
     initial: tuple[torch.Tensor | None, torch.Tensor | None]
     """State and target one step past the window (before it, where the scan runs forward), one per row; None: closed."""
-    outputs: tuple[torch.Tensor, ...]
-    """Where the results go, each of `shape`."""
+    outputs: tuple[torch.Tensor | None, ...]
+    """Where the results go, each of `shape`; None: nobody wants that one. Behind those there may be some with one entry
+    per row: they get what the scan says at its last step."""
     final: tuple[torch.Tensor | None, torch.Tensor | None]
     """Where the last scanned state and target go, one per row, or None."""
     dtype: torch.dtype
     """Arithmetic: float32, or float64 if the result is."""
     window: int | None = None
     """Steps to look ahead, where the problem is the n-step window and no scan."""
+
+    @property
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """The outputs that are wanted."""
+        return tuple([y for y in self.outputs if y is not None])

@@ -77,7 +77,7 @@ def _interpreting() -> bool:
 
 def run(problem: Problem) -> None:
     """Fill the problem's outputs on the backend that serves its device."""
-    if runs_kernels(problem.algorithm.name, problem.outputs[0].device):
+    if runs_kernels(problem.algorithm.name, problem.written[0].device):
         from rl_triton import _launch
 
         _launch.run(problem)

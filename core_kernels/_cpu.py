@@ -69,12 +69,12 @@ def _walk(
                 kind[j] = EDGE
             for step in range(n_steps):
                 t = n_steps - 1 - step if reverse else step
-                at_edge = step == 0
+                at_edge, at_end = step == 0, step == n_steps - 1
                 flag_t = min(t + shift, n_steps - 1) if reverse else t + shift - 1
                 for j in range(width):
                     i = first + j
                     valid, cut, v_next, v_follow, reset, reset_value, kind_before, value_before = bound(
-                        boundary, o, i, t, flag_t, at_edge, kind[j], value[j], closed, zero
+                        boundary, o, i, t, flag_t, at_edge, at_end, kind[j], value[j], closed, zero
                     )
                     keep_kind(boundary, kind, j, kind_before)
                     value[j] = value_before
@@ -256,7 +256,7 @@ def _widened(source: Any) -> Any:
 def _unified(boundary: Any, time_dim: int) -> Any:
     """The same boundary in fewer forms, since each form is a loop to compile: the last step's flag has a slot of its
     own."""
-    if not isinstance(boundary, boundaries.Successors):
+    if not isinstance(boundary, (boundaries.Successors, boundaries.Predecessors)):
         return boundary
     if boundary.last_done is None:
         boundary = boundary._replace(last_done=boundary.terminated.select(time_dim, -1))
@@ -316,8 +316,10 @@ def run(problem: Problem) -> None:
     """Run the scan on the calling thread. Fills `problem.outputs` and `problem.final`."""
     algorithm, number = problem.algorithm, _NUMPY[problem.dtype]
     boundary = _unified(problem.boundary, problem.time_dim)
-    narrow = problem.outputs[0].dtype in (torch.float16, torch.bfloat16)
-    written = tuple(torch.empty_like(y, dtype=torch.float32) for y in problem.outputs) if narrow else problem.outputs
+    narrow = problem.written[0].dtype in (torch.float16, torch.bfloat16)
+    written = problem.outputs
+    if narrow:
+        written = tuple([None if y is None else torch.empty_like(y, dtype=torch.float32) for y in written])
     given = (problem.inputs, problem.factors, tuple(boundary), problem.initial)
     groups = (*(tuple(map(_widened, group)) for group in given), written, problem.final)
     layout = describe(problem.shape, problem.time_dim, groups)
@@ -359,17 +361,22 @@ def run(problem: Problem) -> None:
         arguments = (shift, problem.window, inputs, factors, boundary, outputs, number(0), number(1), sizes)
     else:
         loop, tag = _scan, tag_of(algorithm)
-        row_stride, time_stride = layout.groups[4][0].row_strides[0], layout.groups[4][0].time_stride
+        first = next(y for y in layout.groups[4] if y is not None)
+        row_stride, time_stride = first.row_strides[0], first.time_stride
         block = min(n_inner, _ROW_BLOCK if row_stride < time_stride else _STRIDED_ROW_BLOCK)
         unused = each_step(np.empty(n_inner, number))  # for what nobody asked for
-        initial, final = tuple(x or zero for x in initial), tuple(x or unused for x in final)
+        inputs, initial = tuple(x or zero for x in inputs), tuple(x or zero for x in initial)
+        final = tuple(x or unused for x in final)
+        # Each has its own: several rows at once are worked on only where no two results share memory.
+        outputs = tuple(x or each_step(np.empty(n_inner, number)) for x in outputs)
         start = (tag, algorithm.reverse, problem.initial[0] is None, shift)
         operands = (inputs, factors, boundary, initial, outputs, final)
         arguments = (*start, *operands, number(0), number(1), sizes, block)
     loop(*arguments, np.array(table.addresses, np.int64))
     if narrow:
         for y, wide in zip(problem.outputs, written, strict=True):
-            y.copy_(wide)
+            if y is not None and wide is not None:
+                y.copy_(wide)
     else:
         prepare = functools.partial(PlannedLoop, loop, arguments, table, tag)
-        _plan.record(_plan.Launch(problem.outputs, (), (prepare,)))
+        _plan.record(_plan.Launch(problem.written, (), (prepare,)))

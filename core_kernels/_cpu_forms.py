@@ -26,8 +26,9 @@ from rl_triton import _scalar, boundaries
 from rl_triton._algorithm import Algorithm
 
 AS_NUMPY = {"error_model": "numpy"}  # a division by zero is inf or NaN, no exception
-# What follows a row: the window's edge, a valid row, a flag on a row that is not valid.
-EDGE, VALID, ENDED = map(np.int32, range(3))
+# What follows a row: the window's edge, a valid row, a flag on a row that is not valid. For `Predecessors` the flag is
+# the row's own, and tells two kinds apart.
+EDGE, VALID, ENDED, TRUNCATED = map(np.int32, range(4))
 _SOURCES = (Path(__file__), Path(__file__).with_name("_cpu.py"), Path(_scalar.__file__))
 _DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
 
@@ -151,7 +152,8 @@ def keep_kind(boundary, kept, j, kind):
 
 @overload(keep_kind)
 def _compile_keep_kind(boundary, kept, j, kind):
-    if boundary.instance_class is not boundaries.Successors or _absent(boundary, "valid"):
+    kept_for_gaps = boundary.instance_class is boundaries.Successors and not _absent(boundary, "valid")
+    if not kept_for_gaps and boundary.instance_class is not boundaries.Predecessors:
         return lambda boundary, kept, j, kind: None
 
     def keep(boundary, kept, j, kind):
@@ -395,11 +397,12 @@ def _compile_zeros_of(operands, zero):
 # ------------------------------------------------------------------------------------- the boundary rules, one step
 
 
-def bound(boundary, o, i, t, flag_t, at_edge, kind, value, closed, zero):
+def bound(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
     """The rules of boundaries.py on row i at step t, given the kind and value of what follows it: whether the step is
     valid and cut, V of its successor, V of the next valid row (of the successor at the edge), whether the step replaces
     the state and by what value, and the kind and value that the next step of the walk will see. `flag_t` is the step at
-    which the flag stands, one on for start flags; backward in time it stays inside the window, forward it may be -1."""
+    which the flag stands, one on for start flags; backward in time it stays inside the window, forward, where it is the
+    flag of the step before, it may be -1. `at_edge` and `at_end` mark the first and the last step of the walk."""
     raise NotImplementedError("compiled only")
 
 
@@ -434,25 +437,35 @@ def _compile_flagged(boundary, o, i, t, flag_t, at_edge, zero):
 
 
 @overload(bound)
-def _compile_bound(boundary, o, i, t, flag_t, at_edge, kind, value, closed, zero):
+def _compile_bound(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
     if boundary.instance_class is boundaries.Unbounded:
-        return lambda boundary, o, i, t, flag_t, at_edge, kind, value, closed, zero: (
+        return lambda boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero: (
             True, closed & at_edge, zero, zero, False, zero, kind, value,
         )  # fmt: skip
 
     if boundary.instance_class is boundaries.Resets:
         without_valid = _absent(boundary, "valid")
 
-        def forward(boundary, o, i, t, flag_t, at_edge, kind, value, closed, zero):
+        def forward(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
             cut = where(flag_t >= 0, flag(boundary.done, o, i, max(flag_t, 0)), False)
             valid = without_valid or flag(boundary.valid, o, i, t)
             return valid, cut, zero, zero, where(valid, False, cut), zero, kind, value
 
         return forward
 
+    if boundary.instance_class is boundaries.Predecessors:
+
+        def following(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
+            ended = _ended(boundary, o, i, where(at_end, t, flag_t + 1), at_end)
+            goes_on = where(at_end, EDGE, VALID)
+            after = where(ended, ENDED, where(flag(boundary.truncated, o, i, t), TRUNCATED, goes_on))
+            return True, kind != VALID, after, zero, False, zero, after, zero
+
+        return following
+
     has_next_values = not _absent(boundary, "next_values")
 
-    def without_gaps(boundary, o, i, t, flag_t, at_edge, kind, value, closed, zero):
+    def without_gaps(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
         flagged, flag_value = flagged_row(boundary, o, i, t, flag_t, at_edge, zero)
         v_open = value
         if has_next_values:
@@ -462,7 +475,7 @@ def _compile_bound(boundary, o, i, t, flag_t, at_edge, kind, value, closed, zero
         cut = flagged | (closed & at_edge)
         return True, cut, v_next, v_follow, False, zero, kind, load(boundary.values, o, i, t, zero)
 
-    def with_gaps(boundary, o, i, t, flag_t, at_edge, kind, value, closed, zero):
+    def with_gaps(boundary, o, i, t, flag_t, at_edge, at_end, kind, value, closed, zero):
         valid = flag(boundary.valid, o, i, t)
         flagged, flag_value = flagged_row(boundary, o, i, t, flag_t, at_edge, zero)
         ended, at_edge = kind == ENDED, kind == EDGE

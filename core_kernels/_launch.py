@@ -114,7 +114,7 @@ def run(problem: Problem) -> None:
         (operand, float_parts(f) if isinstance(f, float) else None)
         for operand, f in zip(factors, problem.factors, strict=True)
     )
-    first = layout.groups[4][0]
+    first = next(y for y in layout.groups[4] if y is not None)
     rows_adjacent = first.row_strides[0] == 1 and first.time_stride != 1
     config = _config.forced() or _config.choose(layout.n_rows, layout.n_steps, rows_adjacent)
     # Triton 3.6 forgets constants (strides of 1) in the inner tuples of a tuple, and 3.5 refuses a tuple of tuples of
@@ -161,13 +161,16 @@ def run(problem: Problem) -> None:
             "N_INPUTS": len(problem.inputs),
             "N_FACTORS": len(problem.factors),
             "N_OUTPUTS": len(problem.outputs),
+            "N_STEPWISE": next(
+                (i for i, y in enumerate(problem.outputs) if _per_row(y, problem)), len(problem.outputs)
+            ),
             "CHUNKS": config.chunks,
             "STEPS": config.steps,
             "AXIS": config.axis,
             "PREFETCH": config.prefetch,
             "WHOLE": layout.n_rows % config.rows == 0 and layout.n_steps % (config.chunks * config.steps) == 0,
         }
-    device = problem.outputs[0].device
+    device = problem.written[0].device
     scratch: tuple[torch.Tensor, ...] = ()
     phases: tuple[dict[str, Any], ...] = ({},)
     if problem.window is None:
@@ -195,7 +198,11 @@ def run(problem: Problem) -> None:
             launched = kernel[(blocks,)](**given, num_warps=config.num_warps, enable_fp_fusion=False)
             prepared.append(functools.partial(DirectKernel, launched, given, blocks, device))
     if not interpreted(kernel):
-        _plan.record(_plan.Launch(problem.outputs, scratch, tuple(prepared)))
+        _plan.record(_plan.Launch(problem.written, scratch, tuple(prepared)))
+
+
+def _per_row(output: torch.Tensor | None, problem: Problem) -> bool:
+    return output is not None and output.dim() < len(problem.shape)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -211,6 +218,7 @@ def interpreting() -> bool:
 _NEXT_SLOT = 4  # of `next_values`, likewise
 _VALUES_SLOT = 5  # of `values` among the fields of `Successors`, which is also its place in the kernel's boundary
 _BOUNDARY_KERNELS = {
+    boundaries.Predecessors: (boundaries.fetch_predecessors, boundaries.predecessors),
     boundaries.Resets: (boundaries.fetch_resets, boundaries.resets),
     boundaries.Successors: (boundaries.fetch_successors, boundaries.successors),
     boundaries.Unbounded: (boundaries.fetch_nothing, boundaries.unbounded),

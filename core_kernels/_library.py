@@ -44,15 +44,18 @@ _KINDS = {
     "float | torch.Tensor | None": _FACTOR,
     "tuple[torch.Tensor, torch.Tensor] | None": _PAIR,
     "int": "int",
+    "float": "float",
     "bool": "bool",
     "str": "str",
 }
-_SCALARS: dict[str, type] = {"int": int, "str": str}
+_SCALARS: dict[str, type] = {"int": int, "float": float, "str": str}
 # Arguments that decide which operator is called, or how, and reach none of them.
 _ABOVE = ("out", "differentiable")
 # Compilers keep what they found in a `_differentiable` operator, also on disk: its code is part of the call.
 _CODE = hashlib.sha256(
-    b"".join(Path(__file__).with_name(name).read_bytes() for name in ("_autograd.py", "_differentiable.py"))
+    b"".join(
+        Path(__file__).with_name(name).read_bytes() for name in ("_autograd.py", "_differentiable.py", "_linear.py")
+    )
 ).hexdigest()[:16]
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -144,13 +147,13 @@ class _Operator:
     """A public function and the operators behind it."""
 
     def __init__(self, public: Callable[..., Any], structure: type | None) -> None:
-        """structure: the tuple of its results; None where it has one."""
+        """structure: the named tuple of its results; None where it has one, `tuple` where their number varies."""
         self.public = public
         self.function = inspect.unwrap(public)
         """Without plans: the ordinary path."""
         self.name = public.__name__
         self.structure = structure
-        self.n_results = 1 if structure is None else len(structure._fields)  # type: ignore[attr-defined]
+        self.n_results = 1 if structure is None else len(getattr(structure, "_fields", ()))
         given = inspect.signature(self.function).parameters.values()
         self.n_positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in given)
         self.names = tuple(p.name for p in given)
@@ -161,13 +164,15 @@ class _Operator:
         declared = ", ".join(text for p in self.parameters for text in p.declare())
         written = ", ".join(f"Tensor(a{i}!) out_{i}" for i in range(self.n_results))
         self._define(self.name, f"({declared}) -> Tensor[]", self._new, self._new_fake, self._vmap)
+        self.new = getattr(torch.ops.rl_triton, self.name).default
+        if structure is tuple:
+            return
         self._define(f"{self.name}_out", f"({declared}, {written}) -> ()", self._out, self._out_fake, self._vmap_out)
         tags = (torch.Tag.pt2_compliant_tag,)
         _LIBRARY.define(f"{self.name}_differentiable({declared}, str code) -> Tensor[]", tags=tags)
         _LIBRARY.impl(f"{self.name}_differentiable", self._differentiable, "CompositeImplicitAutograd")
-        self.new, self.out, self.differentiable = (
-            getattr(torch.ops.rl_triton, self.name + suffix).default for suffix in ("", "_out", "_differentiable")
-        )
+        self.out = getattr(torch.ops.rl_triton, f"{self.name}_out").default
+        self.differentiable = getattr(torch.ops.rl_triton, f"{self.name}_differentiable").default
 
     def _define(self, name: str, schema: str, kernel: Any, fake: Any, vmap: Any) -> None:
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -279,6 +284,8 @@ class _Operator:
             for x, y in zip(outs, results):  # noqa: B905 - the carry is behind them
                 x.copy_(y)
             results = [*outs, *results[self.n_results :]]
+        if self.structure is tuple:
+            return tuple(results)
         n = self.n_results
         result = results[0] if self.structure is None else self.structure(*results[:n])
         if not return_carry:
@@ -309,8 +316,11 @@ _operators: dict[str, _Operator] = {}
 
 
 def register(public: Callable[..., Any], structure: type | None = None) -> None:
-    """Make the operators of a public function, whose results are a named tuple or one tensor."""
-    if structure is not None and hasattr(_pytree, "_register_namedtuple"):  # by name, in programs that are saved
+    """Make the operators of a function, whose results are a named tuple or one tensor; or, where they are a tuple of as
+    many as are wanted, the first alone."""
+    if structure not in (None, tuple) and hasattr(
+        _pytree, "_register_namedtuple"
+    ):  # by name, in programs that are saved
         _pytree._register_namedtuple(structure, serialized_type_name=f"rl_triton.{structure.__name__}")
     _operators[public.__name__] = _Operator(public, structure)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_triton import _backend, _checks
+from rl_triton import _backend, _checks, _linear
 from rl_triton._algorithm import Algorithm, Expectation, Problem
 
 # Boundary tensors that hold values, and so take part in the promotion of dtypes.
@@ -60,6 +60,9 @@ def estimate(
     if differentiable:
         _checks.no_out(op, out)
     graph = differentiable and torch.is_grad_enabled()
+    if graph and like.numel() and _linear.is_linear(algorithm, factors, boundary, carry, return_carry):
+        values = (also_read or inputs).get("values")
+        return _linear.estimate(op, time_dim, like, values, boundary, factors), (None, None)
     outputs = () if graph else _checks.outputs(op, out, names, like, dtype, read.items())
     traced = isinstance(like, _checks.STAND_INS)
     if _checks.READS_DATA and not traced:

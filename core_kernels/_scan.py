@@ -193,7 +193,10 @@ def fetch(
             valid = valid + (within(row_mask, t + s, T, WHOLE),)
     x = ()
     for i in tl.static_range(N_INPUTS):
-        if (INPUT_KINDS // KINDS**i) % KINDS == PLAIN:
+        if inputs[i] is None:
+            for s in tl.static_range(STEPS):
+                x = x + (tl.where(valid[s], 0.0, 0.0).to(DTYPE),)
+        elif (INPUT_KINDS // KINDS**i) % KINDS == PLAIN:
             x = x + load_steps(
                 inputs[i], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
             )
@@ -242,6 +245,7 @@ def scan_kernel(
     N_INPUTS: tl.constexpr,
     N_FACTORS: tl.constexpr,
     N_OUTPUTS: tl.constexpr,
+    N_STEPWISE: tl.constexpr,
     DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
     INDEX: tl.constexpr,
@@ -416,15 +420,22 @@ def scan_kernel(
                 ahead = (v_next[s], v_follow[s], cut[s], state_next[s], target_next[s])
                 results = results + (OUTPUTS(x_s, state[s], ahead, f_s, VARIANT),)
             for i in tl.static_range(N_OUTPUTS):
-                y = ()
-                for s in tl.static_range(STEPS):
-                    y_s = results[s][i]
-                    if valid_flags is not None:
-                        y_s = tl.where(valid[s], y_s, 0.0)
-                    y = y + (y_s,)
-                store_steps(
-                    outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
-                )
+                if outputs[i] is not None:
+                    y = ()
+                    for s in tl.static_range(STEPS):
+                        y_s = results[s][i]
+                        if valid_flags is not None:
+                            y_s = tl.where(valid[s], y_s, 0.0)
+                        y = y + (y_s,)
+                    if i < N_STEPWISE:
+                        store_steps(
+                            outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS,
+                            WHOLE,
+                        )  # fmt: skip
+                    elif k == n_tiles - 1:
+                        pointers = address(outputs[i], sizes, rows, t * 0, DIMS)
+                        for s in tl.static_range(STEPS):
+                            tl.store(pointers, y[s], mask=row_mask & (t + s == (0 if REVERSE else T - 1)))
 
         if REVERSE:
             start -= SPAN

@@ -31,7 +31,7 @@ import torch
 
 from rl_triton import _checks
 from rl_triton._algorithm import Expectation
-from rl_triton._tile import address, load, load_flag, load_steps, steps_from, upcoming
+from rl_triton._tile import address, load, load_flag, load_steps, steps_from, upcoming, within
 from rl_triton._triton import constant, jit, tl
 
 
@@ -57,6 +57,26 @@ class Successors(NamedTuple):
         return self.last_done is not None
 
 
+class Predecessors(NamedTuple):
+    """The flags of `Successors`, met in the other direction: by the transpose of a scan, which runs forward.
+
+    The state goes from step t-1 to step t unless t-1 is cut. What follows a step decides where its gradient goes, so
+    the rules say what that is, `EDGE` to `TRUNCATED`, in place of a value.
+    """
+
+    last_values: None
+    """Nothing lies beyond the edge; the slot is where the kernel looks for a value."""
+    terminated: torch.Tensor
+    truncated: torch.Tensor | None
+    last_done: torch.Tensor | None
+    """Given: `terminated` are start flags."""
+    valid: None = None
+
+    @property
+    def start(self) -> bool:
+        return self.last_done is not None
+
+
 class Resets(NamedTuple):
     """Boundaries of a scan that runs forward in time."""
 
@@ -76,8 +96,9 @@ class Unbounded(NamedTuple):
     valid: None = None
 
 
-# Kinds of what follows a row: the window's edge, a valid row, or a flag on a row that is no transition.
-_EDGE, _VALID, _ENDED = map(constant, range(3))
+# Kinds of what follows a row: the window's edge, a valid row, or a flag on a row that is no transition. For
+# `Predecessors` the flag is that of the row itself, and tells two kinds apart.
+EDGE, VALID, ENDED, TRUNCATED = map(constant, range(4))
 
 
 @jit
@@ -101,7 +122,7 @@ def flagged(
 @jit
 def _latest(kind_first, value_first, kind_then, value_then):
     """What follows a row, given what follows the next one: the nearest row that has something to say."""
-    silent = kind_then == _EDGE
+    silent = kind_then == EDGE
     return tl.where(silent, kind_first, kind_then), tl.where(silent, value_first, value_then)
 
 
@@ -225,16 +246,16 @@ def successors(
         said_value = ()
         known = ()
         for s in tl.static_range(STEPS):
-            said_kind = said_kind + (tl.where(valid[s], _VALID, _ENDED),)
+            said_kind = said_kind + (tl.where(valid[s], VALID, ENDED),)
             said_value = said_value + (tl.where(valid[s], own[s], flag_value[s]),)
             known = known + (valid[s] | carries[s],)
         kinds, kind_beyond = upcoming(known, said_kind, kind_beyond, place, CHUNKS, STEPS, AXIS)
         v_follow, value_beyond = upcoming(known, said_value, value_beyond, place, CHUNKS, STEPS, AXIS)
         for s in tl.static_range(STEPS):
-            at_edge = at_edge + (kinds[s] == _EDGE,)
+            at_edge = at_edge + (kinds[s] == EDGE,)
         ended_after = ()
         for s in tl.static_range(STEPS):
-            ended_after = ended_after + (kinds[s] == _ENDED,)
+            ended_after = ended_after + (kinds[s] == ENDED,)
     else:
         for s in tl.static_range(STEPS):
             # The edge of a window of whole tiles is a chunk's last step.
@@ -336,6 +357,96 @@ def resets(
         reset = reset + (cut[s] & (valid[s] == 0),)
         nothing = nothing + (tl.zeros_like(numbers[s]),)
     return cut, nothing, nothing, reset, nothing, kind_beyond, value_beyond
+
+
+@jit
+def fetch_predecessors(
+    boundary,
+    inputs,
+    x,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    T,
+    REVERSE: tl.constexpr,
+    START: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The flags, and those of the step before each chunk, or after it where they are start flags."""
+    beside = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS) + (STEPS if START else -1)
+    mask = row_mask & (beside < T) if START else within(row_mask & (beside >= 0), beside, T, WHOLE)
+    tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE)
+    tiles = tiles + (tl.load(address(boundary[1], sizes, rows, beside, DIMS), mask=mask, other=0),)
+    if boundary[2] is not None:
+        tiles = tiles + load_steps(
+            boundary[2], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
+        )
+        tiles = tiles + (tl.load(address(boundary[2], sizes, rows, beside, DIMS), mask=mask, other=0),)
+    return tiles
+
+
+@jit
+def predecessors(
+    boundary,
+    fetched,
+    numbers,
+    valid,
+    kind_beyond,
+    value_beyond,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    place,
+    T,
+    HAS_GAPS: tl.constexpr,
+    CLOSED: tl.constexpr,
+    REVERSE: tl.constexpr,
+    START: tl.constexpr,
+    NEXT_KIND: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The rules of `successors`, for a scan that runs forward: whether the step before is cut, and in place of v_next
+    the kind of what follows the step."""
+    t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
+    if START:
+        last = load_flag(boundary[3], sizes, rows, tl.where(row_mask, 0, 0), row_mask, DIMS)
+    cut = ()
+    kind = ()
+    never = ()
+    nothing = ()
+    for s in tl.static_range(STEPS):
+        # The edge of a window of whole tiles is a chunk's last step.
+        at_edge = t != t if WHOLE and s < STEPS - 1 else t + s == T - 1
+        if START:
+            ended = (fetched[s + 1] != 0) | (last & at_edge)
+            cut_s = fetched[s] != 0
+        else:
+            ended = fetched[s] != 0
+            cut_s = fetched[s - 1 if s > 0 else STEPS] != 0
+        kind_s = tl.where(at_edge, EDGE, VALID)
+        if boundary[2] is not None:
+            cut_s = cut_s | (fetched[STEPS + 1 + (s - 1 if s > 0 else STEPS)] != 0)
+            kind_s = tl.where(fetched[STEPS + 1 + s] != 0, TRUNCATED, kind_s)
+        cut = cut + (cut_s,)
+        kind = kind + (tl.where(ended, ENDED, kind_s),)
+        never = never + (valid[s] & (t + s < 0),)
+        nothing = nothing + (tl.zeros_like(numbers[s]),)
+    return cut, kind, nothing, never, nothing, kind_beyond, value_beyond
 
 
 @jit

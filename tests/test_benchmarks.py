@@ -11,7 +11,7 @@ pytest.importorskip("tqdm", reason="the bench extra is not installed")
 pytest.importorskip("matplotlib", reason="the bench extra is not installed")
 
 import rl_triton
-from benchmarks import check, learning, learning_report, run, timing
+from benchmarks import backward, check, learning, learning_report, run, timing
 from benchmarks.baselines import OURS, SUBJECTS, Prepared, loops, scans
 from benchmarks.cases import OPS, TIERS, Case, Shape, bytes_read, make_window, parse_shape, tensors
 from benchmarks.gate import Gate, GateError
@@ -75,6 +75,27 @@ def test_loop_agrees_with_the_reference(layout):
     rest = {k: x for k, x in given.items() if k != "terminated"}
     for x, y in zip(loops.loop(**rest, dones=dones, time_dim=case.time_dim), expected(case, given), strict=True):
         assert_close(x, y, max_error=1e-5)
+
+
+@pytest.mark.parametrize("op", backward.OPS)
+def test_gradients_are_checked_timed_and_tabled(op, tmp_path, monkeypatch):
+    monkeypatch.setattr(backward, "OPS", (op,))
+    monkeypatch.setattr(backward, "WHO", {who: backward.WHO[who] for who in ("rl_triton", "eager loop")})
+    rows = list(backward.measure("cpu", ((3, 5),), 0.001))
+    assert [(row["op"], row["who"], row["N"], row["T"]) for row in rows] == [
+        (op, "rl_triton", 3, 5), (op, "eager loop", 3, 5)
+    ]  # fmt: skip
+    n_weights = 2 if op == "gae" else 1
+    assert rows[0]["bytes"] == 4 * (15 * (n_weights + 2) + 3) + 15
+    monkeypatch.setattr(backward, "stored", lambda name: rows)
+    assert backward.table().count(f"| {op} | 3 x 5 |") == 2
+    backward.check(op, backward._scan(op), "cpu")
+
+    def wrong(rewards, *rest):
+        return backward._loop(op)(1.001 * rewards, *rest)
+
+    with pytest.raises(AssertionError):
+        backward.check(op, wrong, "cpu")
 
 
 @pytest.mark.parametrize("truncated", [False, True])

@@ -24,6 +24,7 @@ triton.runtime.driver.set_active(Driver())
 
 import rl_triton as rlt
 from rl_triton import _launch, _moments, _scan, _window
+from rl_triton.estimators.adjoint import adjoint
 
 compiled = []
 
@@ -70,6 +71,17 @@ def calls(shape, time_dim, dtype, features):
     rlt.eligibility_traces(x, flags, kind="replacing", return_final=True, **options, **factor)
     rlt.episodic_cumsum(q, flags, **options)
     rlt.affine_scan(x, x, time_dim=time_dim, reverse=False)
+    transposed(flags, time_dim, dtype, features)
+
+def transposed(flags, time_dim, dtype, features):
+    x = torch.ones(flags.shape, dtype=dtype)
+    given = {"time_dim": time_dim, "gamma": 0.99, "lambda_": 0.9}
+    if "start" in features:
+        given["last_done"] = flags.select(time_dim, 0)
+    if "truncated" in features:
+        given["truncated"] = flags
+    adjoint(flags, x, x, op="gae", has_next_values=False, successors="truncated" in features, **given)
+    adjoint(flags, None, x, op="td_lambda_returns", has_next_values=True, last_values=False, **given)
 
 with rlt.backend("triton"):
     # Shapes with a stride of 1 in every place, since Triton makes those constants.
@@ -81,10 +93,12 @@ with rlt.backend("triton"):
     for shape, time_dim in (((2, 6000), 1), ((6000, 2), 0)):
         x = torch.ones(shape)
         rlt.gae(x, x, x > 0, last_values=x.select(time_dim, 0), time_dim=time_dim)
+        adjoint(x > 0, x, x, op="gae", gamma=0.99, lambda_=0.9, has_next_values=False, time_dim=time_dim)
     # Windows of whole tiles.
     for shape, time_dim in (((4, 512), 1), ((256, 16), 0)):
         x = torch.ones(shape)
         rlt.vtrace(x, x, x > 0, log_rhos=x, last_values=x.select(time_dim, 0), time_dim=time_dim)
+        adjoint(x > 0, x, x, op="gae", gamma=0.99, lambda_=0.9, has_next_values=False, time_dim=time_dim)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         rlt.normalize_advantages(x.to(dtype))
         rlt.normalize_advantages(x.to(dtype), valid=x > 0, unbiased=False)
@@ -97,4 +111,4 @@ def test_kernels_compile_for_hopper(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # a kernel found in a cache would be launched, not compiled
     result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert result.stdout == "62 kernels\n", result.stderr[-4000:]
+    assert result.stdout == "76 kernels\n", result.stderr[-4000:]

@@ -169,7 +169,11 @@ def test_gradients_under_a_mode():
         result = of(call, differentiable=True)(leaves)
         assert all(x.requires_grad for x in result)
         sum(x.sum() for x in result).backward()
-    assert mode.seen.count("rl_triton.affine_scan.default") == 2  # there and back
+    assert [name for name in mode.seen if "rl_triton" in name] == [
+        "rl_triton.gae.default",
+        "rl_triton.gae.default",
+        "rl_triton.adjoint.default",
+    ]
     assert leaves["rewards"].grad.shape == (3, 7)
 
 
@@ -188,7 +192,7 @@ def test_gradients_have_no_loop_and_keep_little(name):
 
         with CountedOperators() as mode, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             loss = sum(x.square().sum() for x in of(call, differentiable=True)(leaves))
-            loss.backward()
+            torch.autograd.grad(loss, [x for x in leaves.values() if x.requires_grad], allow_unused=True)
         counts.append(len(mode.seen))
         kept.append(sum(storages.values()))
         given.append(sum(x.nbytes for x in leaves.values()))

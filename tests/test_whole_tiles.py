@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from calls import FUNCTIONS, NAMES, calls, flat
+from calls import FUNCTIONS, NAMES, Call, calls, flat
 
 import rl_triton as rlt
 from rl_triton import _config, _launch
 from rl_triton._config import LaunchConfig, configured
+from rl_triton.estimators.adjoint import adjoint
 
 N_ROWS, N_STEPS = 8, 16  # both differ from the number of actions, so a tensor's axes can be told by their sizes
 CONFIGS = (
@@ -17,15 +18,38 @@ CONFIGS = (
 )
 
 
+def transposed(device: str) -> dict[str, Call]:
+    """The gradients of linear calls, every kind of result and of flag among them."""
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(N_ROWS, N_STEPS, generator=generator).to(device) for _ in range(2))
+    done, cut = (torch.rand(N_ROWS, N_STEPS, generator=generator).to(device) < 0.2 for _ in range(2))
+    options = {"gamma": 0.97, "lambda_": 0.9}
+    return {
+        "gae, transposed": Call(
+            adjoint,
+            {"terminated": done, "truncated": cut, "of_advantages": a, "of_returns": b},
+            {"op": "gae", "has_next_values": False} | options,
+        ),
+        "td_lambda_returns, transposed": Call(
+            adjoint,
+            {"terminated": done, "last_done": cut[:, 0].contiguous(), "of_returns": b},
+            {"op": "td_lambda_returns", "has_next_values": True, "of_advantages": None, "last_values": False} | options,
+        ),
+    }
+
+
+CALLS = [*(FUNCTIONS if _launch.interpreting() else NAMES), *transposed("cpu")]  # the interpreter is slow
+
+
 def fewer_rows(x: torch.Tensor) -> torch.Tensor:
     return x.narrow(x.shape.index(N_ROWS), 0, N_ROWS - 1)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["axis 1", "axis 0", "not prefetched", "split"])
-@pytest.mark.parametrize("name", FUNCTIONS if _launch.interpreting() else NAMES)  # the interpreter is slow
+@pytest.mark.parametrize("name", CALLS)
 def test_bits(name, config):
     device = "cpu" if _launch.interpreting() else "cuda"
-    call = calls(N_ROWS, N_STEPS, device)[name]
+    call = (calls(N_ROWS, N_STEPS, device) | transposed(device))[name]
     with rlt.backend("triton"), configured(config):
         whole = flat(call())
         hanging_over = flat(call(**{key: fewer_rows(x) for key, x in call.tensors.items() if x.dim()}))
