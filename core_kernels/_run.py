@@ -54,7 +54,7 @@ def estimate(
     """
     op = algorithm.name
     read = {**inputs, **boundary._asdict(), **factors, **(also_read or {})}
-    read |= {f"{carry_name}[{i}]" if carry[1] is not None else carry_name: x for i, x in enumerate(carry)}
+    read |= {carry_name: carry[0]} if carry[1] is None else {f"{carry_name}[{i}]": x for i, x in enumerate(carry)}
     device = _checks.same_device(op, read.items())
     dtype = result_dtype(promoting, boundary)
     if differentiable:

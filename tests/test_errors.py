@@ -188,12 +188,16 @@ def test_out_sharing_memory():
     given["rewards"] = shifted[:24].view(4, 6)
     with pytest.raises(ValueError, match="shares memory with rewards"):
         rlt.gae(**given, out=(shifted[6:].view(4, 6), torch.zeros(4, 6)))
+    with pytest.raises(ValueError, match=r"out\[0\] \(advantages\) shares memory with carry; results cannot"):
+        rlt.gae(**arguments(carry=block[1][:, 0]), out=(block[1], block[0]))
+    with pytest.raises(ValueError, match=r"eligibility_traces: out shares memory with initial; results cannot"):
+        rlt.eligibility_traces(block[0], block[0], initial=block[1][:, 0], out=block[1])
 
 
 @pytest.mark.gpu_only
 def test_mixed_devices():
-    for name in ("values", "terminated", "last_values"):
-        given = arguments()
+    for name in ("values", "terminated", "last_values", "carry"):
+        given = arguments(carry=torch.zeros(4))
         given[name] = given[name].cuda()
         with pytest.raises(
             ValueError, match=rf"{name} is on cuda:0, but rewards is on cpu; .* pass {name}\.to\('cpu'\)"
@@ -211,8 +215,9 @@ def test_affine_scan_words():
         rlt.affine_scan(x, x[0])
     with pytest.raises(ValueError, match=r"affine_scan: initial has shape \[6\], but needs one entry per row"):
         rlt.affine_scan(x, 0.5, initial=x[0])
-    with pytest.raises(ValueError, match="affine_scan: out shares memory with alpha"):
-        rlt.affine_scan(x, 0.5, out=x)
+    for name, given in (("alpha", {"alpha": x}), ("initial", {"alpha": torch.zeros(4, 6), "initial": x[:, 0]})):
+        with pytest.raises(ValueError, match=f"affine_scan: out shares memory with {name}"):
+            rlt.affine_scan(**given, beta=0.5, out=x)
     with pytest.raises(TypeError, match="affine_scan: out must be a torch.Tensor, got tuple"):
         rlt.affine_scan(x, 0.5, out=(x,))
 
