@@ -14,6 +14,7 @@ import torch
 
 from rl_triton import _backend
 from rl_triton._algorithm import Algorithm
+from rl_triton._autograd import keeps_signature
 from rl_triton.boundaries import Successors
 
 _LINEAR = ("discounted_returns", "gae", "td_lambda_returns")
@@ -47,6 +48,7 @@ def estimate(
     return _Estimate.apply(*given, *flags, op, factors["gamma"], factors.get("lambda_", 1.0), dim)
 
 
+@keeps_signature
 class _Estimate(torch.autograd.Function):
     """The estimator. What it keeps: the flags."""
 
@@ -132,6 +134,7 @@ class _Estimate(torch.autograd.Function):
         return *stored, *(None,) * 7
 
 
+@keeps_signature
 class _Adjoint(torch.autograd.Function):
     """The estimator's transpose; its transpose is the estimator. What it keeps: the flags."""
 
@@ -183,12 +186,12 @@ class _Adjoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        known = [grad for grad in grads if grad is not None]
-        if not known:
+        given = [grad for grad in grads if grad is not None]
+        if not given:
             return (None,) * 14
         rewards, values, successors, last_values = _spread(grads, ctx.wanted)
         terminated, truncated, last_done = ctx.saved_tensors
-        zero = torch.zeros_like(terminated.select(ctx.dim, 0), dtype=known[0].dtype).unsqueeze(ctx.dim)
+        zero = torch.zeros_like(terminated.select(ctx.dim, 0), dtype=given[0].dtype).unsqueeze(ctx.dim)
         zero = zero.expand(terminated.shape)
         bootstrap_values = next_values = None
         if ctx.has_next_values:
