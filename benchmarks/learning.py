@@ -276,6 +276,8 @@ def compact(row: Row) -> Row:
     row = dict(row)
     if "failed" in row:
         return row
+    # Where it ran is no property of the run.
+    row["args"] = {key: x for key, x in row["args"].items() if key not in ("runs", "resume")}
     if row["plan"] == "pong":
         steps, returns = row.pop("steps"), row.pop("returns")
         window = min(100, len(returns))

@@ -462,8 +462,10 @@ def test_archive_of_pong(tmp_path, monkeypatch):
     (tmp_path / "pong-a" / "r").mkdir(parents=True)
     torch.save(window, tmp_path / "pong-a" / "r" / "rollout.pt")
     games = {"steps": list(range(150)), "returns": [float(i >= 50) for i in range(150)], "final_return": 1.0}
-    learning.pack(tmp_path, [{"plan": "pong", "name": "pong-a", **games}])
+    args = {"seed": 1, "runs": str(tmp_path), "resume": None}
+    learning.pack(tmp_path, [{"plan": "pong", "name": "pong-a", "args": args, **games}])
     (row,) = learning.store(tmp_path / learning.ARCHIVE, tmp_path / "rows.jsonl", tmp_path / "rollout.npz", None)
+    assert row["args"] == {"seed": 1}  # not the folders of the machine that ran it
     assert row["games"] == 150
     assert row["curve"][0] == [99.0, 0.5]
     assert row["curve"][-1] == [149.0, 1.0]
