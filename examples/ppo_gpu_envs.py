@@ -337,14 +337,28 @@ GOALS = {"brax-ant": 2000.0}
 """Returns of 1000 steps. An ant that only stays on its legs gets 1000; the rest is the way that it goes."""
 
 
+def compiled(function: Callable, mode: str) -> Callable:
+    """Under torch.compile. What a CUDA graph returns is copied, since its next replay writes over it."""
+    if mode == "none":
+        return function
+    if mode != "reduce-overhead":
+        return torch.compile(function, mode=mode)
+    graph = torch.compile(function, mode=mode)
+
+    def replay(*args, **kwargs):
+        torch.compiler.cudagraph_mark_step_begin()
+        return tuple(x.clone() for x in graph(*args, **kwargs))
+
+    return replay
+
+
 def make_env(args: Args, num_envs: int, device: torch.device, *, varied: bool, compile: str):
     if args.env_id.startswith("brax-"):
         return Brax(args.env_id.removeprefix("brax-"), num_envs, device, args.seed)
     if args.env_id not in ENVIRONMENTS:
         raise ValueError(f"--env-id must be {', '.join(ENVIRONMENTS)} or brax-NAME, got {args.env_id!r}")
     env = ENVIRONMENTS[args.env_id](num_envs, device, varied)
-    if compile != "none":
-        env.transition = torch.compile(env.transition, mode=compile)
+    env.transition = compiled(env.transition, compile)
     return env
 
 
@@ -422,15 +436,7 @@ CREDIT = {"rl_triton": rlt.gae, "loop": loop}
 def credit_of(args: Args) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     if args.credit != "compiled_loop":
         return CREDIT[args.credit]
-    if args.compile != "reduce-overhead":
-        return torch.compile(loop)
-    graph = torch.compile(loop, mode="reduce-overhead")
-
-    def replay(*window, **options):
-        torch.compiler.cudagraph_mark_step_begin()
-        return tuple(x.clone() for x in graph(*window, **options))  # the next replay writes over the graph's own
-
-    return replay
+    return compiled(loop, "default" if args.compile == "none" else args.compile)
 
 
 class Clock:
@@ -486,9 +492,9 @@ def train(args: Args, device: torch.device, writer: SummaryWriter):
     agent = Agent(env.observation_size, env.action_size, args.hidden, args.norm_obs).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=device.type == "cuda")
     loss_of = Loss(agent, args)
-    act = agent.act
+    act = compiled(agent.act, args.compile)
     if args.compile != "none":
-        act, loss_of = torch.compile(act, mode=args.compile), torch.compile(loss_of, mode=args.compile)
+        loss_of = torch.compile(loss_of, mode=args.compile)
     credit = credit_of(args)
     recorder = Recorder("SAME_STEP")
     clock = Clock(device)
@@ -514,8 +520,6 @@ def train(args: Args, device: torch.device, writer: SummaryWriter):
         for t in range(T):
             with torch.no_grad():
                 observations[t] = obs
-                if args.compile == "reduce-overhead":  # the graphs write over what they returned for the last step
-                    torch.compiler.cudagraph_mark_step_begin()
                 actions[t], log_probs[t], values[t] = act(observations[t], torch.randn_like(actions[t]))
                 obs, rewards, terminated, truncated, infos = env.step(actions[t])
             recorder.step(obs, args.reward_scale * rewards, terminated, truncated, infos)
@@ -537,7 +541,7 @@ def train(args: Args, device: torch.device, writer: SummaryWriter):
         for _ in range(args.update_epochs):
             order = torch.randperm(batch_size, device=device)
             for rows in order.chunk(args.num_minibatches):
-                if args.compile == "reduce-overhead":
+                if args.compile == "reduce-overhead":  # a graph for the loss, one for its gradients
                     torch.compiler.cudagraph_mark_step_begin()
                 optimizer.zero_grad()
                 loss, figures = loss_of(*(x[rows] for x in batch))
