@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.plots import COLOURS
-from benchmarks.provenance import stored
+from benchmarks.provenance import commits, stored
 from benchmarks.report import table, times
 
 BEGIN, END = "<!-- learning:begin -->", "<!-- learning:end -->"
@@ -44,7 +44,19 @@ def of_plan(rows: Sequence[Row], plan: str) -> list[Row]:
 def source(rows: Sequence[Row]) -> str:
     last = rows[-1]
     versions = f"torch {last['torch']}, Triton {last['triton']}"
-    return f"{last['machine']}, driver {last['driver']}, {versions}, {last['date']}, commit {last['commit']}."
+    return f"{last['machine']}, driver {last['driver']}, {versions}, {last['date']}, {commits(rows)}."
+
+
+def company(rows: Sequence[Row]) -> str:
+    """How many runs there were at once, and on how many cores of the host."""
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for row in rows:
+        kinds.setdefault((row["parallel"], row["cores"]), []).append(row["args"]["seed"])
+    return "; ".join(
+        f"seed{'s' if len(set(seeds)) > 1 else ''} {', '.join(map(str, sorted(set(seeds))))}: {parallel} runs side by "
+        f"side, on {cores} of the host's cores"
+        for (parallel, cores), seeds in kinds.items()
+    )
 
 
 def bootstrap_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -88,8 +100,7 @@ def pong_section(rows: Sequence[Row]) -> list[str]:
     text = ["### Pong", "", "![score of each run](../benchmarks/results/pong.png)", "", *table(header, lines), ""]
     text += [
         "Score: the mean of the last 100 games. Difference: the largest between the advantages and returns of the two",
-        "settings on the run's last rollout. "
-        f"{runs[0]['parallel']} runs side by side, on {runs[0]['cores']} of the host's cores.",
+        f"settings on the run's last rollout. {company(runs).capitalize()}.",
     ]
     groups = {
         credit: [row["final_return"] for row in runs if row["args"]["credit"] == credit and row["games"]]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ def provenance(device: str) -> dict[str, Any]:
         "digest": digest(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def commits(rows: Iterable[dict[str, Any]]) -> str:
+    """Of the code that rows were measured with."""
+    names = list(dict.fromkeys(str(row["commit"]) for row in rows))
+    return f"commit{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def append(name: str, rows: list[dict[str, Any]], path: Path | None = None) -> None:

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import command, timing
-from benchmarks.provenance import ROOT, provenance, stored
+from benchmarks.provenance import ROOT, commits, provenance, stored
 
 SHAPES = ((64, 512), (4096, 128), (8, 4096), (16384, 32))
 SECONDS = 0.3
@@ -148,7 +148,8 @@ def table() -> str:
             lines.append("| " + " | ".join(cells) + " |")
         last = list(latest.values())[-1]
         versions = ", ".join(f"{name} {last[name]}" for name in ("torchrl", "torch", "triton"))
-        lines += ["", f"{machine}, {versions}, {last['date']}, commit {last['commit']}; median of single calls.", ""]
+        where = f"{machine}, {versions}, {last['date']}, {commits(latest.values())}"
+        lines += ["", f"{where}; median of single calls.", ""]
     return "\n".join(lines)
 
 

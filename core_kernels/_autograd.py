@@ -8,10 +8,10 @@ respect to a zero factor itself is that of the product where it is finite, else 
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
+from torch._functorch.utils import unwrap_dead_wrappers
 
 from rl_triton import _backend
 
@@ -21,15 +21,23 @@ def _readable(x: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     return torch.where(zero & ~x.isfinite(), 0.0, x)
 
 
-def keeps_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """A class decorator. Each `apply` asks for the signature of `forward`, which Python works out in 40 us unless it is
-    written there."""
-    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
-    return function
+class Function(torch.autograd.Function):
+    """One whose calls name every argument of `forward` by its place: PyTorch would bind them to its signature first,
+    which takes longer than all else that a small call does."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return cls.apply_untransformed(*unwrap_dead_wrappers(args))
+
+    @classmethod
+    def apply_untransformed(cls, *args: Any) -> Any:
+        """`apply` where no transform is active and no tensor is left of one."""
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
-@keeps_signature
-class _Product(torch.autograd.Function):
+class _Product(Function):
     """factor * x, and 0 where factor (with `either`, also where x) is zero."""
 
     generate_vmap_rule = True
@@ -59,8 +67,7 @@ class _Product(torch.autograd.Function):
         )
 
 
-@keeps_signature
-class _Quotient(torch.autograd.Function):
+class _Quotient(Function):
     """x / y."""
 
     generate_vmap_rule = True
@@ -81,8 +88,7 @@ class _Quotient(torch.autograd.Function):
         return grad_x, -_Product.apply(grad_x, quotient, True) if ctx.needs_input_grad[1] else None
 
 
-@keeps_signature
-class _Exponential(torch.autograd.Function):
+class _Exponential(Function):
     """exp(x)."""
 
     generate_vmap_rule = True
@@ -100,8 +106,7 @@ class _Exponential(torch.autograd.Function):
         return _Product.apply(grad, ctx.saved_tensors[0], True)
 
 
-@keeps_signature
-class _Scan(torch.autograd.Function):
+class _Scan(Function):
     """y[t] = α[t] + β[t] y[t+1] (t-1 where not `reverse`), on the backend that serves the tensors.
 
     Its backward is one scan in the other direction: with g[t] the gradient of y[t] and μ[t] all of what depends on it,

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from rl_triton import _backend
+from rl_triton import _backend, _plan
 from rl_triton._algorithm import Algorithm
-from rl_triton._autograd import keeps_signature
+from rl_triton._autograd import Function
 from rl_triton.boundaries import Successors
 
 _LINEAR = ("discounted_returns", "gae", "td_lambda_returns")
@@ -45,11 +45,13 @@ def estimate(
     """The results of a checked call that `is_linear`, with their graph."""
     given = rewards, values, boundary.last_values, boundary.bootstrap_values, boundary.next_values
     flags = boundary.terminated, boundary.truncated, boundary.last_done
-    return _Estimate.apply(*given, *flags, op, factors["gamma"], factors.get("lambda_", 1.0), dim)
+    arguments = (*given, *flags, op, factors["gamma"], factors.get("lambda_", 1.0), dim)
+    results = _Estimate.apply(*arguments)
+    _plan.record(_plan.Node(_Estimate.apply_untransformed, arguments))
+    return results
 
 
-@keeps_signature
-class _Estimate(torch.autograd.Function):
+class _Estimate(Function):
     """The estimator. What it keeps: the flags."""
 
     generate_vmap_rule = True
@@ -113,29 +115,19 @@ class _Estimate(torch.autograd.Function):
         found: tuple[torch.Tensor, ...] = ()
         if any(wanted):
             of_advantages, of_returns = grads if ctx.op == "gae" else (None, *grads)
+            given = of_advantages, of_returns, *ctx.saved_tensors
             with _backend.backend(ctx.backend):
-                found = _Adjoint.apply(
-                    of_advantages,
-                    of_returns,
-                    *ctx.saved_tensors,
-                    ctx.op,
-                    ctx.gamma,
-                    ctx.lambda_,
-                    ctx.dim,
-                    has_next_values,
-                    *wanted,
-                )
+                found = _transpose(*given, ctx.op, ctx.gamma, ctx.lambda_, ctx.dim, has_next_values, *wanted)
         of_rewards, of_values, of_successors, of_last = _spread(found, wanted)
         if nothing_last:
             of_last = torch.zeros_like(terminated.select(ctx.dim, 0), dtype=ctx.dtypes[2])
         of_bootstrap, of_next = (None, of_successors) if has_next_values else (of_successors, None)
         ordered = of_rewards, of_values, of_last, of_bootstrap, of_next
-        stored = (x if x is None else x.to(dtype) for x, dtype in zip(ordered, ctx.dtypes, strict=True))
+        stored = [x if x is None or x.dtype == to else x.to(to) for x, to in zip(ordered, ctx.dtypes, strict=True)]
         return *stored, *(None,) * 7
 
 
-@keeps_signature
-class _Adjoint(torch.autograd.Function):
+class _Adjoint(Function):
     """The estimator's transpose; its transpose is the estimator. What it keeps: the flags."""
 
     generate_vmap_rule = True
@@ -216,6 +208,14 @@ class _Adjoint(torch.autograd.Function):
         of_advantages, of_returns = results if ctx.op == "gae" else (None, *results)
         needed = ctx.needs_input_grad
         return of_advantages if needed[0] else None, of_returns if needed[1] else None, *(None,) * 12
+
+
+def _transpose(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """`_Adjoint` of its arguments; where nothing records a graph, as in a gradient that is not differentiated again,
+    without a node of its own."""
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return _Adjoint.apply(*arguments)
+    return _Adjoint.forward(*arguments)
 
 
 def _spread(found: tuple[Any, ...], wanted: tuple[bool, ...]) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ those in, allocates its results and starts. Beside a GPU the ordinary path takes
 about as much as an eager PyTorch operation.
 
 What a plan cannot serve takes the ordinary path, which gives the same result: the first call of a kind; results with a
-carry; `differentiable`; 16-bit tensors on a CPU; a GPU that is not the current one; RL_TRITON_CHECK; a Triton version
-or a kernel without what a plan needs.
+carry; differentiable results whose graph has more than one node; 16-bit tensors on a CPU; a GPU that is not the
+current one; RL_TRITON_CHECK; a Triton version or a kernel without what a plan needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_PLANS = 1024  # an operation; then it begins anew
 _MAX_RECENT = 4  # calls known again by comparing, a form
 _NEW: Any = object()
 # Arguments of which a call with any but the default has more to do than one kernel or loop.
-_DECLINED = ("return_carry", "return_final", "differentiable")
+_DECLINED = ("return_carry", "return_final")
 
 # RL_TRITON_PLANS=0, read at import, leaves every call to the ordinary path.
 ENABLED = os.environ.get("RL_TRITON_PLANS") != "0"
@@ -78,14 +78,21 @@ class Launch(NamedTuple):
     """For each kernel or loop, in their order."""
 
 
-_recorder: ContextVar[list[Launch] | None] = ContextVar("rl_triton_recorder", default=None)
+class Node(NamedTuple):
+    """The node of a graph that the ordinary path made."""
+
+    apply: Callable[..., tuple[torch.Tensor, ...]]
+    arguments: tuple[Any, ...]
 
 
-def record(launch: Launch) -> None:
-    """Called by the ordinary path after each kernel or loop."""
-    launches = _recorder.get()
-    if launches is not None:
-        launches.append(launch)
+_recorder: ContextVar[list[Any] | None] = ContextVar("rl_triton_recorder", default=None)
+
+
+def record(done: Launch | Node) -> None:
+    """Called by the ordinary path after each kernel or loop, and for each differentiable result."""
+    recorded = _recorder.get()
+    if recorded is not None:
+        recorded.append(done)
 
 
 class Plan:
@@ -127,6 +134,30 @@ class Plan:
         return False
 
 
+class GraphPlan:
+    """A differentiable call that makes one node of a graph: what it was checked for holds for the next one."""
+
+    def __init__(self, node: Node, tensors: list[torch.Tensor], result: Any) -> None:
+        numbers = {id(x): i for i, x in enumerate(tensors)}
+        self.apply = node.apply
+        self.arguments = list(node.arguments)
+        self.read: list[tuple[int, int]] = []
+        """(position among the node's arguments, among the call's tensors)"""
+        for position, x in enumerate(node.arguments):
+            if isinstance(x, torch.Tensor):
+                self.read.append((position, numbers[id(x)]))
+                self.arguments[position] = None  # no plan holds memory
+        self.structure = None if isinstance(result, torch.Tensor) else type(result)
+
+    def __call__(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Any:
+        """The results with their graph."""
+        arguments = self.arguments.copy()
+        for position, i in self.read:
+            arguments[position] = tensors[i]
+        results = self.apply(*arguments)
+        return results[0] if self.structure is None else tuple.__new__(self.structure, results)
+
+
 def _allocator(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     """How to make a tensor like this one, on the current device: as the code that torch.compile generates does, where
     this version of PyTorch has it, which skips the dispatcher."""
@@ -163,7 +194,7 @@ def _describe(given: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor
 
 def _state() -> tuple[Any, ...]:
     """What a call depends on beside its arguments."""
-    return _backend.chosen(), _config.forced(), torch.get_default_dtype()
+    return _backend.chosen(), _config.forced(), torch.get_default_dtype(), torch.is_grad_enabled()
 
 
 def _getter(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -180,7 +211,7 @@ class Recall:
     in force change them), dtype, device, shape and strides of each, all in one call of C++.
     """
 
-    def __init__(self, given: tuple[Any, ...], tensors: list[torch.Tensor], plan: Plan) -> None:
+    def __init__(self, given: tuple[Any, ...], tensors: list[torch.Tensor], plan: Plan | GraphPlan) -> None:
         self.plan = plan
         self.tuples = [i for i, x in enumerate(given) if type(x) is tuple]
         places: list[int] = []  # of the arguments, in the order that `_describe` sees them
@@ -226,7 +257,7 @@ class Plans:
     """The plans of one operation."""
 
     def __init__(self) -> None:
-        self.by_key: dict[Any, Plan | None] = {}
+        self.by_key: dict[Any, Plan | GraphPlan | None] = {}
         self.recent: dict[tuple[Any, ...], tuple[Recall, ...]] = {}
         """by form: the number of arguments and the names of keywords"""
 
@@ -240,7 +271,7 @@ class Plans:
         given: tuple[Any, ...],
         tensors: list[torch.Tensor],
         addresses: list[int],
-        plan: Plan,
+        plan: Plan | GraphPlan,
     ) -> None:
         """Know this call again."""
         if not any(address & 15 for address in addresses):
@@ -298,8 +329,8 @@ def _first(
     op: Any, args: Any, kwargs: Any, plans: Any, kind: Any, tensors: list[torch.Tensor], addresses: list[int]
 ) -> Any:
     """The first call of a kind: the ordinary path, watched."""
-    launches: list[Launch] = []
-    token = _recorder.set(launches)
+    recorded: list[Any] = []
+    token = _recorder.set(recorded)
     try:
         result = op(*args, **kwargs)
     finally:
@@ -309,7 +340,13 @@ def _first(
     if len(plans) >= _MAX_PLANS:
         plans.clear()
     plans[kind] = None
-    if len(launches) == 1 and not any(kwargs.get(name) for name in _DECLINED):
-        with contextlib.suppress(*_NO_PLAN):
-            plans[kind] = Plan(launches[0], tensors, kwargs.get("out") is not None, result)
+    if any(kwargs.get(name) for name in _DECLINED):
+        return result
+    with contextlib.suppress(*_NO_PLAN):
+        if kwargs.get("differentiable") and torch.is_grad_enabled():
+            (node,) = (x for x in recorded if isinstance(x, Node))
+            plans[kind] = GraphPlan(node, tensors, result)
+        else:
+            (launch,) = recorded
+            plans[kind] = Plan(launch, tensors, kwargs.get("out") is not None, result)
     return result

@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from test_estimators import OPS, basic, flatten
 
 import rl_triton as rlt
-from rl_triton import _direct, _plan
+from rl_triton import _direct, _plan, _run
 from rl_triton.testing import make_rollout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -332,8 +334,78 @@ def test_carries_and_gradients_take_the_ordinary_path(device, followed):
         (_, _), carry = gae(rollout, return_carry=True)
         assert carry.shape == (8,)
     assert followed == [True] * 2
+    rollout["valid"] = torch.ones(8, 64, dtype=torch.bool, device=device)
     for _ in range(3):  # its scans may follow plans
         assert gae(rollout, differentiable=True).advantages.requires_grad
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """One entry for each call from here on whose arguments were all looked at."""
+    forget()
+    count = []
+    estimate = _run.estimate
+
+    def counted(algorithm, *args, **kwargs):
+        if kwargs.get("differentiable"):
+            count.append(algorithm.name)
+        return estimate(algorithm, *args, **kwargs)
+
+    monkeypatch.setattr(_run, "estimate", counted)
+    return count
+
+
+@pytest.mark.parametrize("name", ["gae", "td_lambda_returns", "discounted_returns"])
+def test_a_plan_makes_a_graph(name, device, checked):
+    """Gradients of the first and second order are those of calls that were checked."""
+    op = getattr(rlt, name)
+
+    def gradients(call, rollout):
+        tensors = {key: x.clone() for key, x in rollout.items()}
+        leaves = [x.requires_grad_() for x in tensors.values() if x.is_floating_point()]
+        results = flatten(call(**tensors, gamma=0.9, differentiable=True))
+        first = torch.autograd.grad(sum(y.pow(2).sum() for y in results), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(x.pow(2).sum() for x in first), leaves)
+        return [*results, *first, *second]
+
+    for seed in range(4):
+        rollout = make_rollout(8, 64, device=device, poison=False, seed=seed)
+        if name == "discounted_returns":
+            del rollout["values"]
+        found = gradients(op, rollout)
+        n_checked = len(checked)
+        for actual, expected in zip(found, gradients(op.__wrapped__, rollout), strict=True):
+            assert torch.equal(actual, expected)
+        del checked[n_checked:]
+    assert len(checked) <= 2  # of the first call, and of the first within a backward pass
+
+
+def test_whether_a_graph_is_made_is_part_of_a_plan(device, checked):
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    for _ in range(3):
+        assert gae(rollout, differentiable=True).advantages.grad_fn is None  # nothing to differentiate by
+    rollout["values"].requires_grad_()
+    expected = gae(rollout).advantages
+    for _ in range(3):
+        results = gae(rollout, differentiable=True)
+        assert type(results) is rlt.GAE
+        assert results.advantages.requires_grad
+        assert torch.equal(results.advantages, expected)
+        with torch.no_grad():
+            assert not gae(rollout, differentiable=True).advantages.requires_grad
+        with torch.inference_mode():
+            assert gae(rollout, differentiable=True).advantages.is_inference()
+    assert len(checked) <= 4
+
+
+def test_a_plan_of_a_graph_holds_no_memory(device, checked):
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    for _ in range(3):
+        gae(rollout, differentiable=True)
+    tensors = [weakref.ref(x) for x in rollout.values()]
+    del rollout
+    gc.collect()
+    assert not any(x() is not None for x in tensors)
 
 
 @needs_gpu
