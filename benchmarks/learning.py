@@ -7,7 +7,7 @@
     python -m benchmarks.learning report        # plots, and the tables of docs/ppo.md
 
 `run` starts the runs of the plans one after the other, or --parallel of them side by side, each in a process of its own
-with its share of the cores. With --shared all have all of the cores, and twice their share of emulators' threads, which
+with its share of the cores (those that differ in nothing but --credit, and are compared by their times, in one). With --shared all have all of the cores, and twice their share of emulators' threads, which
 work while other runs wait for a GPU. What follows `--` goes to every run. All that is to be kept is in one archive in
 the folder --out, written anew whenever a run is done. `store` appends it to benchmarks/results/learning.jsonl.
 """
@@ -51,6 +51,17 @@ class Job:
     name: str
     example: str
     options: tuple[str, ...]
+    credits: tuple[str, ...] = ()
+    """Runs with each way to assign credit in turn, in one process; empty: one run, as the options say."""
+
+    def command(self, folder: Path, minutes: float, threads: int) -> list[str]:
+        script = ROOT / "examples" / f"{self.example}.py"
+        given = [*self.options, "--max-minutes", f"{minutes:.3f}", "--runs", str(folder)]
+        if self.example == "ppo_atari":
+            given += ["--threads", str(threads)]
+        if self.credits:
+            return [sys.executable, "-m", "benchmarks.in_turn", str(script), "credit", *self.credits, "--", *given]
+        return [sys.executable, str(script), *given]
 
 
 def options(**given: Any) -> tuple[str, ...]:
@@ -78,27 +89,25 @@ def envs() -> Iterator[Job]:
             yield Job("envs", f"{task}-T{steps}", "ppo_gpu_envs", given)
 
 
-def _timed(plan: str, name: str, updates: int, num_envs: int, num_steps: int, **given: Any) -> Iterator[Job]:
+def _timed(plan: str, name: str, updates: int, num_envs: int, num_steps: int, **given: Any) -> Job:
     """Of every way to assign credit, updates whose time is measured: all epochs of them, and no test."""
     size = dict(num_envs=num_envs, num_steps=num_steps, total_timesteps=updates * num_envs * num_steps)
-    for credit in CREDITS:
-        chosen = options(credit=credit, **size, **given, eval_envs=0, target_kl=None)
-        yield Job(plan, f"{name}-{credit}", "ppo_gpu_envs", chosen)
+    return Job(plan, name, "ppo_gpu_envs", options(**size, **given, eval_envs=0, target_kl=None), CREDITS)
 
 
 def breakdown() -> Iterator[Job]:
     for steps in LENGTHS:
         for task, env_id in TASKS.items():
-            yield from _timed("breakdown", f"{task}-T{steps}", 40, 4096, steps, env_id=env_id)
+            yield _timed("breakdown", f"{task}-T{steps}", 40, 4096, steps, env_id=env_id)
             if steps == LENGTHS[0]:
                 name = f"{task}-T{steps}-graphs"
-                yield from _timed("breakdown", name, 40, 4096, steps, env_id=env_id, compile="reduce-overhead")
+                yield _timed("breakdown", name, 40, 4096, steps, env_id=env_id, compile="reduce-overhead")
 
 
 def amdahl() -> Iterator[Job]:
     large = dict(env_id=TASKS["cartpole"], compile="reduce-overhead", num_envs=16384, num_steps=128)
-    yield from _timed("amdahl", "small", 20, **large, hidden=32, update_epochs=1, num_minibatches=4)
-    yield from _timed("amdahl", "large", 20, **large, hidden=256, update_epochs=5, num_minibatches=4)
+    yield _timed("amdahl", "small", 20, **large, hidden=32, update_epochs=1, num_minibatches=4)
+    yield _timed("amdahl", "large", 20, **large, hidden=256, update_epochs=5, num_minibatches=4)
 
 
 def brax() -> Iterator[Job]:
@@ -159,13 +168,9 @@ class Run:
         folder = WORK / job.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        script = ROOT / "examples" / f"{job.example}.py"
-        command = [sys.executable, str(script), *job.options, "--max-minutes", f"{minutes:.3f}", "--runs", str(folder)]
-        if job.example == "ppo_atari":
-            command += ["--threads", str(slot.threads)]
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
-                [*command, *extra],
+                [*job.command(folder, minutes, slot.threads), *extra],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
@@ -184,15 +189,19 @@ class Run:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
 
-    def row(self) -> Row:
-        """What it came to: the example's results, or the end of what it printed."""
-        row = {"plan": self.job.plan, "name": self.job.name, "example": self.job.example}
-        row |= {"cores": len(self.slot.cores) or os.cpu_count(), "parallel": self.parallel}
-        row |= {"wall_seconds": time.monotonic() - self.began}
-        (written,) = [*self.folder.glob("*/results.json")][:1] or [None]
-        if written is None:
-            return row | {"failed": f"exit {self.process.returncode}", "log": (self.folder / "log").read_text()[-3000:]}
-        return row | json.loads(written.read_text())
+    def rows(self) -> list[Row]:
+        """What it came to: the example's results, and the end of what it printed for those that are not there."""
+        same = {"plan": self.job.plan, "example": self.job.example, "cores": len(self.slot.cores) or os.cpu_count()}
+        same |= {"parallel": self.parallel, "wall_seconds": time.monotonic() - self.began}
+        written = sorted(self.folder.glob("*/results.json"), key=lambda path: path.stat().st_mtime)
+        results = [json.loads(path.read_text()) for path in written]
+        if not self.job.credits:
+            named = {self.job.name: next(iter(results), None)}
+        else:
+            found = {result["args"]["credit"]: result for result in results}
+            named = {f"{self.job.name}-{credit}": found.get(credit) for credit in self.job.credits}
+        failed = {"failed": f"exit {self.process.returncode}", "log": (self.folder / "log").read_text()[-3000:]}
+        return [same | {"name": name} | (failed if result is None else result) for name, result in named.items()]
 
 
 def pack(out: Path, rows: Sequence[Row]) -> None:
@@ -227,9 +236,10 @@ def run(args: argparse.Namespace) -> int:
     def finish(done: Run) -> None:
         running.remove(done)
         free.append(done.slot)
-        rows.append(done.row() | where)
+        for row in done.rows():
+            rows.append(row | where)
+            say(f"{row['name']}: {summary(rows[-1])}")
         pack(args.out, rows)
-        say(f"{done.job.name}: {summary(rows[-1])}")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`
     try:

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -419,6 +421,48 @@ def test_cores_and_gpus_are_shared():
     assert (one.cores, one.gpu, one.threads) == (tuple(range(2, 9)), None, 6)
     with pytest.raises(ValueError, match="at least 3"):
         learning.slots(3, "0-1", None, shared=False)
+
+
+IN_TURN = """
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+@dataclass
+class Args:
+    credit: str = ""
+    runs: Path = Path()
+    max_minutes: float = 0.0
+    size: int = 0
+
+def main(args):
+    if args.credit == "broken":
+        raise RuntimeError("it broke")
+    folder = args.runs / args.credit
+    folder.mkdir()
+    result = {"args": {"credit": args.credit, "size": args.size}, "seconds": 1.0, "phases": {}, "results": {}}
+    (folder / "results.json").write_text(json.dumps(result | {"failures": [], "curve": []}))
+    return 0
+"""
+
+
+def test_runs_in_turn(tmp_path, monkeypatch):
+    """A row for each way to assign credit, with what was printed for those that did not get to it."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "program.py").write_text(IN_TURN)
+    job = learning.Job("amdahl", "small", "program", ("--size", "3"), ("loop", "broken", "rl_triton"))
+    monkeypatch.setattr(learning, "ROOT", tmp_path)
+    monkeypatch.setattr(learning, "WORK", tmp_path / "work")
+    monkeypatch.setitem(learning.PLANS, "amdahl", lambda: iter([job]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(learning.__file__).parents[1]), prepend=os.pathsep)
+    out, rows = tmp_path / "out", tmp_path / "rows.jsonl"
+    options = ["--out", str(out), "--minutes", "1", "--start-seconds", "1"]
+    assert learning.main(["run", "--plan", "amdahl", *options]) == 1
+    learning.store(out / learning.ARCHIVE, rows, tmp_path / "rollout.npz", "abc")
+    found = {row["name"]: row for row in read(rows)}
+    assert list(found) == ["small-loop", "small-broken", "small-rl_triton"]
+    assert found["small-loop"]["args"] == {"credit": "loop", "size": 3}
+    assert all("it broke" in found[name]["log"] for name in ("small-broken", "small-rl_triton"))
 
 
 PROGRAM = """
