@@ -7,9 +7,10 @@
     python -m benchmarks.learning report        # plots, and the tables of docs/ppo.md
 
 `run` starts the runs of the plans one after the other, or --parallel of them side by side, each in a process of its own
-with its share of the cores (those that differ in nothing but --credit, and are compared by their times, in one). With --shared all have all of the cores, and twice their share of emulators' threads, which
-work while other runs wait for a GPU. What follows `--` goes to every run. All that is to be kept is in one archive in
-the folder --out, written anew whenever a run is done. `store` appends it to benchmarks/results/learning.jsonl.
+with its share of the cores (those that differ in nothing but --credit, and are compared by their times, in one). With
+--shared all have all of the cores, and twice their share of emulators' threads, which work while other runs wait for a
+GPU. What follows `--` goes to every run. All that is to be kept is in one archive in the folder --out, written anew
+whenever a run is done. `store` appends it to benchmarks/results/learning.jsonl.
 """
 
 from __future__ import annotations
