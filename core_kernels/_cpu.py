@@ -300,7 +300,7 @@ class PlannedLoop:
         start = memory.data_ptr()
         around = [i for i, (first, n_bytes) in enumerate(spans) if first <= start < first + n_bytes]
         given = [i for i in around if i < n_arguments]  # a given result is among both
-        if len(given) > 1 or not around:
+        if len({spans[i][0] for i in given}) > 1 or not around:
             raise _plan.NoPlanError("arguments that overlap, so which is read where cannot be told")
         found = (given or around)[0]
         return found, start - spans[found][0]

@@ -100,6 +100,7 @@ class Plan:
 
     def __init__(self, launch: Launch, tensors: list[torch.Tensor], given: bool, result: Any) -> None:
         """given: the results are among the tensors, as `out`."""
+        self.shared = _shared([x.data_ptr() for x in tensors])
         arguments = {x.data_ptr(): i for i, x in enumerate(tensors)}
         self.new = [_allocator(x) for x in (*(() if given else launch.outputs), *launch.scratch)]
         self.given = [arguments[x.data_ptr()] for x in launch.outputs] if given else []
@@ -111,6 +112,9 @@ class Plan:
 
     def __call__(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Any:
         """The results, or None where this call has to take the ordinary path."""
+        for i, j in self.shared:  # which of the two the kernel reads where was not to be seen
+            if addresses[i] != addresses[j]:
+                return None
         made = [tensors[i] for i in self.given]
         if made:
             if self._may_overlap(addresses) or any(x.requires_grad for x in made):
@@ -143,6 +147,8 @@ class GraphPlan:
         self.arguments = list(node.arguments)
         self.read: list[tuple[int, int]] = []
         """(position among the node's arguments, among the call's tensors)"""
+        if len(numbers) < len(tensors):
+            raise NoPlanError("one tensor in two places, which the next call's need not be")
         for position, x in enumerate(node.arguments):
             if isinstance(x, torch.Tensor):
                 self.read.append((position, numbers[id(x)]))
@@ -165,6 +171,13 @@ def _allocator(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     if make is not None:
         return functools.partial(make, tuple(like.shape), like.stride(), like.dtype)
     return functools.partial(torch.empty, tuple(like.shape), dtype=like.dtype, device=like.device)
+
+
+def _shared(addresses: list[int]) -> list[tuple[int, int]]:
+    """Pairs of tensors that begin at the same address, each with the first of its kind."""
+    if len(set(addresses)) == len(addresses):
+        return []
+    return [(i, addresses.index(x)) for i, x in enumerate(addresses) if addresses.index(x) < i]
 
 
 def span(x: torch.Tensor) -> int:
@@ -314,10 +327,10 @@ def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans, form: tuple[Any, ...
         _describe(given, key, tensors, addresses)
     except (NoPlanError, RuntimeError, NotImplementedError):  # as of tensors without strides or memory
         return _library.ordinary(op, args, kwargs)
-    kind = tuple(key)
+    kind = (*key, *_shared(addresses))
     plan = plans.by_key.get(kind, _NEW)
     if plan is _NEW:
-        return _first(op, args, kwargs, plans.by_key, kind, tensors, addresses)
+        return _first(op, args, kwargs, plans.by_key, kind, tensors)
     result = None if plan is None else plan(tensors, addresses)
     if result is None:
         return op(*args, **kwargs)
@@ -325,9 +338,7 @@ def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans, form: tuple[Any, ...
     return result
 
 
-def _first(
-    op: Any, args: Any, kwargs: Any, plans: Any, kind: Any, tensors: list[torch.Tensor], addresses: list[int]
-) -> Any:
+def _first(op: Any, args: Any, kwargs: Any, plans: Any, kind: Any, tensors: list[torch.Tensor]) -> Any:
     """The first call of a kind: the ordinary path, watched."""
     recorded: list[Any] = []
     token = _recorder.set(recorded)
@@ -335,8 +346,6 @@ def _first(
         result = op(*args, **kwargs)
     finally:
         _recorder.reset(token)
-    if len(set(addresses)) < len(addresses):
-        return result  # which of two arguments in one place is read where cannot be told; the next call's may be apart
     if len(plans) >= _MAX_PLANS:
         plans.clear()
     plans[kind] = None

@@ -271,6 +271,27 @@ def test_one_tensor_in_two_places(device, followed):
         assert torch.equal(gae(same).advantages, expected[0])
         assert torch.equal(gae(rollout).advantages, expected[1])
         assert torch.equal(gae(same).advantages, expected[0])
+    assert followed.count(True) == 4  # all but the first call of each kind
+
+
+def test_arguments_that_were_in_one_place_come_apart(device, followed):
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    for seed in range(3):
+        other = make_rollout(8, 64, device=device, poison=False, seed=seed)["rewards"]
+        for values in (rollout["rewards"], other, rollout["rewards"].view(8, 64)):
+            changed = rollout | {"values": values}
+            assert torch.equal(gae(changed).advantages, ordinary(rlt.gae, **changed).advantages)
+    assert followed.count(True) == 7
+
+
+def test_a_tensor_in_two_places_has_both_gradients(device, checked):
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    x = rollout["rewards"].clone().requires_grad_()
+    for values in (x, x.detach(), x, x.detach()):
+        call = rollout | {"rewards": x, "values": values}
+        (found,) = torch.autograd.grad(gae(call, differentiable=True).returns.sum(), x)
+        (expected,) = torch.autograd.grad(rlt.gae.__wrapped__(**call, differentiable=True).returns.sum(), x)
+        assert torch.equal(found, expected)
 
 
 def test_threads_and_streams(device, followed):
