@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._functorch.utils import unwrap_dead_wrappers
 
-from rl_triton import _backend
+from rl_triton import _backend, _library
 
 
 def _readable(x: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class _Scan(Function):
 
         μ[t] = g[t] + β[t-1] μ[t-1],   ∂α[t] = μ[t],   ∂β[t] = μ[t] y[t+1],   ∂initial = β[T-1] μ[T-1].
 
-    It is written with these functions, so it can be differentiated again. Kept for it: β, y and initial.
+    Where it is differentiated again, it is written with these functions. Kept for it: β, y and initial.
     """
 
     generate_vmap_rule = True
@@ -139,6 +139,9 @@ class _Scan(Function):
         n_steps = grad.shape[dim]
         if n_steps == 0:
             return grad, torch.zeros_like(beta), None if initial is None else torch.zeros_like(initial), None, None
+        if not torch.is_grad_enabled() and not _library.watched():
+            with _backend.backend(ctx.backend):
+                return *_Scan.gradients(grad, beta, initial, y, dim, reverse, *ctx.needs_input_grad[1:3]), None, None
         # The part of a tensor without its last step in time, and without its first.
         early, late = (0, n_steps - 1), (1, n_steps - 1)
         first, last, readers, read = (0, -1, early, late) if reverse else (-1, 0, late, early)
@@ -155,6 +158,46 @@ class _Scan(Function):
         if initial is not None and ctx.needs_input_grad[2]:
             grad_initial = _Product.apply(beta.select(dim, last), mu.select(dim, last), True)
         return mu, grad_beta, grad_initial, None, None
+
+    @staticmethod
+    def gradients(
+        grad: torch.Tensor,
+        beta: torch.Tensor,
+        initial: torch.Tensor | None,
+        y: torch.Tensor,
+        dim: int,
+        reverse: bool,
+        wants_beta: bool,
+        wants_initial: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """∂α, ∂β, ∂initial without a graph: one kernel, and what concerns the edges."""
+        from rl_triton.estimators.adjoint import transposed_scan
+
+        n_others = grad.shape[dim] - 1
+        read, readers, first, last = (1, 0, 0, -1) if reverse else (0, 1, -1, 0)
+        grad_alpha, grad_beta = torch.empty_like(y), torch.empty_like(y) if wants_beta else None
+        grad_alpha.select(dim, first).copy_(grad.select(dim, first))
+        if n_others:
+            transposed_scan(
+                grad.narrow(dim, read, n_others),
+                beta.narrow(dim, readers, n_others),
+                y.narrow(dim, read, n_others),
+                initial=grad.select(dim, first),
+                reverse=not reverse,
+                time_dim=dim,
+                out=(
+                    grad_alpha.narrow(dim, read, n_others),
+                    None if grad_beta is None else grad_beta.narrow(dim, readers, n_others),
+                ),
+            )
+        beta, mu = beta.select(dim, last), grad_alpha.select(dim, last)
+        if grad_beta is not None:
+            at_edge = grad_beta.select(dim, last)
+            if initial is None:
+                at_edge.zero_()
+            else:
+                at_edge.copy_(_Product.forward(mu, _readable(initial, beta == 0), True))
+        return grad_alpha, grad_beta, _Product.forward(beta, mu, True) if wants_initial else None
 
 
 def joined(row: torch.Tensor, x: torch.Tensor, dim: int, in_front: bool) -> torch.Tensor:
@@ -190,3 +233,8 @@ def scan(
     if not isinstance(beta, torch.Tensor):
         beta = alpha.new_full((), beta).expand(alpha.shape)
     return _Scan.apply(alpha, beta, initial, dim, reverse)
+
+
+def one_scan(*arguments: Any) -> tuple[torch.Tensor]:
+    """`scan` of arguments that were one's before, outside of all transforms."""
+    return (_Scan.apply_untransformed(*arguments),)

@@ -187,7 +187,7 @@ def factor(op: str, name: str, x: Any, other_name: str, other: torch.Tensor) -> 
             f"{name} has shape {_shape(x.shape)}; a tensor {name} is 0-d, or has as many axes as {other_name}, "
             f"{_shape(other.shape)}, each of size 1 or equal",
         )
-    return x.expand(other.shape)
+    return x if x.shape == other.shape else x.expand(other.shape)
 
 
 def same_device(op: str, named: Iterable[tuple[str, Any]]) -> torch.device:

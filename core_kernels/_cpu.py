@@ -27,7 +27,12 @@ from rl_triton._cpu_forms import (
     bound,
     coefficients_of,
     flagged_row,
+    get_kind,
+    get_state,
+    get_target,
+    get_value,
     index,
+    index_each,
     is_valid,
     keep_kind,
     keep_target,
@@ -35,6 +40,8 @@ from rl_triton._cpu_forms import (
     load_each,
     load_factors,
     outputs_of,
+    put_state,
+    put_value,
     reads_next_values,
     store_each,
     tag_of,
@@ -74,22 +81,22 @@ def _walk(
                 for j in range(width):
                     i = first + j
                     valid, cut, v_next, v_follow, reset, reset_value, kind_before, value_before = bound(
-                        boundary, o, i, t, flag_t, at_edge, at_end, kind[j], value[j], closed, zero
+                        boundary, o, i, t, flag_t, at_edge, at_end, get_kind(kind, j), get_value(value, j), closed, zero
                     )
                     keep_kind(boundary, kind, j, kind_before)
-                    value[j] = value_before
+                    put_value(value, j, value_before)
                     x = load_each(valid, inputs, o, i, t, zero)
                     f = load_factors(factors, o, i, t, one)
                     a, b = coefficients_of(algorithm, x, v_next, cut, f)
-                    state_next, target_next = state[j], target[j]
+                    state_next, target_next = get_state(state, j), get_target(target, j)
                     scanned = where(cut | (b == 0), a, a + b * state_next)
                     ahead = (v_next, v_follow, cut, state_next, target_next)
                     results = outputs_of(algorithm, x, scanned, ahead, f)
-                    store_each(outputs, o, i, t, where_each(valid, results, zeros))
+                    store_each(outputs, index_each(outputs, o, i, t), where_each(valid, results, zeros))
                     follows = target_of(algorithm, x, v_next, cut, state_next, f)
                     keep_target(algorithm, target, j, where(valid, follows, where(reset, reset_value, target_next)))
                     beyond = beyond_of(algorithm, reset_value, zero)
-                    state[j] = where(valid, scanned, where(reset, beyond, state_next))
+                    put_state(state, j, where(valid, scanned, where(reset, beyond, state_next)))
             for j in range(width):
                 final[0][0][index(final[0], o, first + j, 0)] = state[j]
                 final[1][0][index(final[1], o, first + j, 0)] = target[j]
@@ -140,7 +147,7 @@ def _look_ahead(shift, n, inputs, factors, boundary, outputs, zero, one, sizes):
             for t in range(n_steps):
                 total, discount, v_beyond, count = zero, one, edge, 0
                 if not is_valid(boundary, o, i, t):
-                    store_each(outputs, o, i, t, zeros)
+                    store_each(outputs, index_each(outputs, o, i, t), zeros)
                     continue
                 for ahead in range(t, n_steps):
                     at_edge = ahead == n_steps - 1
@@ -290,19 +297,20 @@ class PlannedLoop:
         if any(x.dtype in (torch.float16, torch.bfloat16) for x in tensors):
             raise _plan.NoPlanError("16-bit tensors are widened by a copy")
         spans = [(x.data_ptr(), _plan.span(x)) for x in tensors]
-        self.slots = [self._found(x, spans, len(places.tensors)) for x in table.memory]
+        self.slots = [self._found(x, spans, places) for x in table.memory]
         """(position among the call's addresses, bytes from there)"""
 
     @staticmethod
-    def _found(memory: Any, spans: list[tuple[int, int]], n_arguments: int) -> tuple[int, int]:
+    def _found(memory: Any, spans: list[tuple[int, int]], places: _plan.Places) -> tuple[int, int]:
         if isinstance(memory, np.ndarray):
             return len(spans), memory.ctypes.data  # behind the addresses stands a zero
         start = memory.data_ptr()
         around = [i for i, (first, n_bytes) in enumerate(spans) if first <= start < first + n_bytes]
-        given = [i for i in around if i < n_arguments]  # a given result is among both
-        if len({spans[i][0] for i in given}) > 1 or not around:
-            raise _plan.NoPlanError("arguments that overlap, so which is read where cannot be told")
+        given = [i for i in around if i < len(places.tensors)]  # a given result is among both
+        if not around:
+            raise _plan.NoPlanError("an address that is in none of the arguments")
         found = (given or around)[0]
+        places.ties.extend((i, found, spans[i][0] - spans[found][0]) for i in given[1:])
         return found, start - spans[found][0]
 
     def __call__(self, addresses: list[int], made: list[torch.Tensor]) -> bool:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rl_triton import _plan
 from rl_triton._algorithm import Algorithm, Expectation, Taken
-from rl_triton._autograd import clipped, exponential, joined, quotient, scaled, scan
+from rl_triton._autograd import clipped, exponential, joined, one_scan, quotient, scaled, scan
 from rl_triton.boundaries import Resets, Successors
 
 Factor = float | torch.Tensor
@@ -279,6 +280,9 @@ def estimate(
     if call.n_steps == 0:
         return _empty(forms, inputs, like, dtype, (initial, target_beyond), return_carry)
 
+    if algorithm.name == "affine_scan":
+        return (_bare_scan(call, inputs["alpha"], factors["beta"], carry[0], algorithm.reverse, dtype),), (None, None)
+
     if isinstance(boundary, Successors):
         bounds = _successors(call, boundary, closed)
     else:
@@ -323,6 +327,17 @@ def estimate(
         at = 0 if algorithm.reverse else -1
         final = (state.select(dim, at).clone(), None if target is None else target.select(dim, at).clone())
     return tuple(_stored(y, valid, dtype) for y in results), final
+
+
+def _bare_scan(
+    call: _Call, alpha: torch.Tensor, beta: Any, initial: torch.Tensor | None, reverse: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """`affine_scan`: one node, and a plan for the next call, where all tensors are of the dtype of the arithmetic."""
+    given = call.read(alpha), beta, initial if initial is None else call.per_row(initial), call.dim, reverse
+    if isinstance(beta, torch.Tensor):
+        given = given[0], call.read(beta), *given[2:]
+        _plan.record(_plan.Node(one_scan, given))
+    return _stored(scan(*given), None, dtype)
 
 
 def _read_by_the_row_before(

@@ -55,6 +55,9 @@ class Places(NamedTuple):
     """All that the call was given, in order."""
     made: list[torch.Tensor]
     """Its results, and behind them its scratch memory."""
+    ties: list[tuple[int, int, int]]
+    """(i, j, bytes from tensor j to tensor i): where they lie in one another, which of the two is read where cannot be
+    told, and need not be while they lie so."""
 
     def find(self, address: int) -> tuple[bool, int]:
         """(has the call made it, number) of the tensor that begins at an address."""
@@ -100,20 +103,20 @@ class Plan:
 
     def __init__(self, launch: Launch, tensors: list[torch.Tensor], given: bool, result: Any) -> None:
         """given: the results are among the tensors, as `out`."""
-        self.shared = _shared([x.data_ptr() for x in tensors])
+        self.ties = [(i, j, 0) for i, j in _shared([x.data_ptr() for x in tensors])]
         arguments = {x.data_ptr(): i for i, x in enumerate(tensors)}
         self.new = [_allocator(x) for x in (*(() if given else launch.outputs), *launch.scratch)]
         self.given = [arguments[x.data_ptr()] for x in launch.outputs] if given else []
         self.spans = [span(x) for x in tensors]
         self.structure = None if isinstance(result, torch.Tensor) else type(result)
         self.n_results = len(launch.outputs)
-        places = Places(tensors, [*launch.outputs, *launch.scratch])
+        places = Places(tensors, [*launch.outputs, *launch.scratch], self.ties)
         self.starts = [prepare(places) for prepare in launch.prepare]
 
     def __call__(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Any:
         """The results, or None where this call has to take the ordinary path."""
-        for i, j in self.shared:  # which of the two the kernel reads where was not to be seen
-            if addresses[i] != addresses[j]:
+        for i, j, between in self.ties:
+            if addresses[i] - addresses[j] != between:
                 return None
         made = [tensors[i] for i in self.given]
         if made:

@@ -24,7 +24,7 @@ triton.runtime.driver.set_active(Driver())
 
 import rl_triton as rlt
 from rl_triton import _launch, _moments, _scan, _window
-from rl_triton.estimators.adjoint import adjoint
+from rl_triton.estimators.adjoint import adjoint, transposed_scan
 
 compiled = []
 
@@ -82,6 +82,10 @@ def transposed(flags, time_dim, dtype, features):
         given["truncated"] = flags
     adjoint(flags, x, x, op="gae", has_next_values=False, successors="truncated" in features, **given)
     adjoint(flags, None, x, op="td_lambda_returns", has_next_values=True, last_values=False, **given)
+    for reverse, of_beta in ((False, x), (True, None)):
+        transposed_scan(
+            x, x, x, initial=x.select(time_dim, 0), reverse=reverse, time_dim=time_dim, out=(x, of_beta)
+        )
 
 with rlt.backend("triton"):
     # Shapes with a stride of 1 in every place, since Triton makes those constants.
@@ -111,4 +115,4 @@ def test_kernels_compile_for_hopper(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # a kernel found in a cache would be launched, not compiled
     result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert result.stdout == "76 kernels\n", result.stderr[-4000:]
+    assert result.stdout == "84 kernels\n", result.stderr[-4000:]

@@ -12,7 +12,7 @@ from test_estimators import OPS, Op, flatten
 from windows import SMALL, assert_result, windows
 
 import rl_triton as rlt
-from rl_triton import _cpu
+from rl_triton import _autograd, _backend, _cpu, _plan
 from rl_triton._config import configured
 from rl_triton.estimators.retrace import TRACES
 from rl_triton.testing import assert_close
@@ -235,6 +235,51 @@ def test_affine_scan(variant, backend):
     check(backend, function, (alpha, beta, initial) if with_initial else (alpha, beta), twice=True)
     scalar = torch.tensor(0.7, **DOUBLE, device=backend.device, requires_grad=True)
     check(backend, function, (alpha, scalar))
+
+
+@pytest.mark.parametrize("time_dim", [0, 1])
+@pytest.mark.parametrize("reverse", [True, False])
+@pytest.mark.parametrize("n_steps", [1, 2, 37])
+def test_gradient_of_a_scan_is_one_kernel(n_steps, reverse, time_dim, backend, monkeypatch):
+    """And selects as the expressions do, which are used where a gradient is differentiated again."""
+    generator = torch.Generator().manual_seed(n_steps)
+
+    def drawn(*shape, special):
+        x = torch.randn(shape, generator=generator)
+        which = torch.randint(len(special), shape, generator=generator)
+        x = torch.where(torch.rand(shape, generator=generator) < 0.2, torch.tensor(special)[which], x)
+        return x.to(backend.device)
+
+    shape = (n_steps, 6) if time_dim == 0 else (6, n_steps)
+    alpha, initial = (drawn(*size, special=[0.0, NAN, INF]) for size in (shape, (6,)))
+    beta, grad = (drawn(*shape, special=[0.0, 0.0, -0.0, NAN]) for _ in range(2))
+    wanted = [x.requires_grad_() for x in (alpha, beta, initial)]
+    for leaves in (wanted, wanted[:2], wanted[:1], [alpha, initial], [beta]):
+        with_initial = any(x is initial for x in leaves)
+        y = rlt.affine_scan(
+            alpha,
+            beta,
+            initial=initial if with_initial else None,
+            reverse=reverse,
+            time_dim=time_dim,
+            differentiable=True,
+        )
+        expected = torch.autograd.grad(y, leaves, grad, create_graph=True)
+        with monkeypatch.context() as context:
+            context.setattr(_autograd._Product, "apply", None)  # the expressions cannot be formed
+            found = torch.autograd.grad(y, leaves, grad)
+        for x, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, want.detach(), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_kernels_of_the_gradient_of_a_scan(backend, monkeypatch):
+    monkeypatch.setattr(_plan, "ENABLED", False)
+    launched, run = [], _backend.run
+    monkeypatch.setattr(_backend, "run", lambda problem: (launched.append(problem.algorithm.name), run(problem)))
+    alpha, beta = (torch.randn(3, 20, device=backend.device, requires_grad=True) for _ in range(2))
+    y = rlt.affine_scan(alpha, beta, differentiable=True)
+    torch.autograd.grad(y.sum(), (alpha, beta))
+    assert launched == ["affine_scan", "transposed_scan"]
 
 
 # ----------------------------------------------------------------------------------------- plain loops, from the papers

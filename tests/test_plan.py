@@ -165,7 +165,7 @@ def test_what_the_driver_is_given(monkeypatch):
         {"x": (read, 7), "n": -2, "y": made, "scale": 1.0},
         5,
         torch.device("cuda", 1),
-        _plan.Places([read], [made]),
+        _plan.Places([read], [made], []),
     )
     for address in (0x1000, 0x2000):
         assert direct([address], [made])
@@ -284,6 +284,19 @@ def test_arguments_that_were_in_one_place_come_apart(device, followed):
     assert followed.count(True) == 7
 
 
+def test_arguments_that_lie_in_one_another(device, followed):
+    """Values of all steps and the one behind them, as one tensor; and where they come apart."""
+    rollout = make_rollout(8, 64, device=device, poison=False)
+    for seed in range(3):
+        whole, other = (
+            torch.randn(8, 65, generator=torch.Generator().manual_seed(10 * seed + i)).to(device) for i in range(2)
+        )
+        for values, last_values in ((whole, whole), (whole, other), (other, other)):
+            changed = rollout | {"values": values[:, :-1], "last_values": last_values[:, -1]}
+            assert torch.equal(gae(changed).advantages, ordinary(rlt.gae, **changed).advantages)
+    assert followed.count(True) >= 5
+
+
 def test_a_tensor_in_two_places_has_both_gradients(device, checked):
     rollout = make_rollout(8, 64, device=device, poison=False)
     x = rollout["rewards"].clone().requires_grad_()
@@ -399,6 +412,25 @@ def test_a_plan_makes_a_graph(name, device, checked):
             assert torch.equal(actual, expected)
         del checked[n_checked:]
     assert len(checked) <= 2  # of the first call, and of the first within a backward pass
+
+
+def test_a_plan_of_a_scan(device, checked):
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        alpha, beta, initial = (
+            torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in ((8, 64), (8, 64), (8,))
+        )
+        y = rlt.affine_scan(alpha, beta, initial=initial, differentiable=True)
+        expected = rlt.affine_scan.__wrapped__(alpha, beta, initial=initial, differentiable=True)
+        assert torch.equal(y, expected)
+        leaves = (alpha, beta, initial)
+        grads = torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
+        assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+    assert checked == ["affine_scan"] * 5  # once, and the four to compare with
+    for factor in (0.5, torch.tensor(0.5, device=device), beta.double()):  # more than one node, or another dtype
+        for _ in range(2):
+            y = rlt.affine_scan(alpha, factor, differentiable=True)
+            assert torch.equal(y, rlt.affine_scan(alpha, factor))
 
 
 def test_whether_a_graph_is_made_is_part_of_a_plan(device, checked):

@@ -1,4 +1,4 @@
-"""The transpose of the linear estimators, which is their gradient: one scan in the other direction."""
+"""Transposes, which are gradients: of the linear estimators and of the affine scan, one scan in the other direction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_triton._algorithm import Algorithm, Forms, Problem
 from rl_triton._plan import planned
 from rl_triton._tile import scaled
 from rl_triton._triton import jit, tl
-from rl_triton.boundaries import EDGE, ENDED, VALID, Predecessors
+from rl_triton.boundaries import EDGE, ENDED, VALID, Predecessors, Unbounded
 from rl_triton.estimators import gae as _gae
 from rl_triton.estimators import td_lambda as _td_lambda
 
@@ -42,10 +42,10 @@ def _outputs_scalar(x, state, ahead, factors):
     zero = gamma - gamma  # finite
     of_value = (zero if cut else _scalar.scaled(own, state_before)) - x[0]
     of_last = _scalar.scaled(gamma, state)
-    beyond = _scalar.scaled(edge, state) if after == _AT_EDGE else of_last
-    beyond = _scalar.scaled(following, state) if after == _FOLLOWED else beyond
-    beyond = zero if after == _TERMINATED else beyond
-    return state, of_value, beyond, of_last if after == _AT_EDGE else zero
+    beyond = _scalar.where(after == _AT_EDGE, _scalar.scaled(edge, state), of_last)
+    beyond = _scalar.where(after == _FOLLOWED, _scalar.scaled(following, state), beyond)
+    beyond = _scalar.where(after == _TERMINATED, zero, beyond)
+    return state, of_value, beyond, _scalar.where(after == _AT_EDGE, of_last, zero)
 
 
 _ADJOINT = Algorithm(
@@ -142,4 +142,81 @@ def adjoint(
     else:
         for y in problem.written:
             y.zero_()
+    return problem.written
+
+
+@jit
+def _scan_coefficients(x, v_next, cut, factors, VARIANT: tl.constexpr):
+    return x[0], x[1]
+
+
+def _scan_coefficients_scalar(x, v_next, cut, factors):
+    return x[0], x[1]
+
+
+@jit
+def _scan_outputs(x, state, ahead, factors, VARIANT: tl.constexpr):
+    before = ahead[3]
+    y = tl.where((x[1] == 0) & (x[2] - x[2] != 0), 0.0, x[2])
+    return state, tl.where((before == 0) | (y == 0), 0.0, before * y)
+
+
+def _scan_outputs_scalar(x, state, ahead, factors):
+    before, zero = ahead[3], factors[0]
+    y = _scalar.where((x[1] == 0) & (x[2] - x[2] != 0), zero, x[2])
+    return state, _scalar.where((before == 0) | (y == 0), zero, before * y)
+
+
+def _transposed(reverse: bool) -> Algorithm:
+    return Algorithm(
+        "transposed_scan",
+        coefficients=Forms(_scan_coefficients, _scan_coefficients_scalar),
+        outputs=Forms(_scan_outputs, _scan_outputs_scalar),
+        beyond=Forms(_gae._beyond, _gae._beyond_scalar),
+        lookahead=1,
+        reverse=reverse,
+    )
+
+
+_BACKWARD, _FORWARD = _transposed(True), _transposed(False)
+
+
+@planned
+def transposed_scan(
+    grad: torch.Tensor,
+    beta: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    initial: torch.Tensor,
+    reverse: bool,
+    time_dim: int,
+    out: tuple[torch.Tensor, torch.Tensor | None],
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of `affine_scan`, y[t] = α[t] + β[t] y[t+1], from those of its result, g, but for its first step.
+
+        μ[t] = g[t] + β[t-1] μ[t-1],   μ[0] = g[0],   ∂α[t] = μ[t],   ∂β[t-1] = μ[t-1] y[t]
+
+    for t from 1; likewise from the last step on, where the scan runs forward. A zero selects as in `_autograd.py`. All
+    tensors are of one dtype, float32 or float64, and of one step less than the scan.
+
+    Args:
+        grad, y: g[t] and y[t], without the first step.
+        beta: β[t-1]: without the last step.
+        initial: g[0], one per row.
+        reverse: run backward in time, for a scan that runs forward.
+        out: ∂α[t], and ∂β[t-1] (None: not wanted).
+    """
+    problem = Problem(
+        _BACKWARD if reverse else _FORWARD,
+        grad.shape,
+        time_dim,
+        (grad, beta, y),
+        (0.0,),
+        Unbounded(),
+        (initial, None),
+        out,
+        (None, None),
+        grad.dtype,
+    )
+    _backend.run(problem)
     return problem.written
