@@ -2,7 +2,7 @@
 through the baselines.
 
     python -m benchmarks.backward            # rows go to benchmarks/results/backward.jsonl
-    python -m benchmarks.backward --table    # prints the stored rows
+    python -m benchmarks.backward --table    # writes the table of docs/torch.md
 
 "forward and backward" is a call and `torch.autograd.grad` of its results, weighted at random, by rewards, values and
 last_values; "backward" is the second half alone, on a graph that is kept. "on the device" is the time of its kernels,
@@ -23,7 +23,8 @@ import rl_triton as rlt
 from benchmarks import command, timing
 from benchmarks.baselines import scans
 from benchmarks.baselines.loops import loop, td_lambda_loop
-from benchmarks.provenance import provenance, stored
+from benchmarks.pages import rewrite
+from benchmarks.provenance import ROOT, commits, provenance, stored
 
 SHAPES = ((4096, 128), (4096, 2048), (16384, 2048))
 GAMMA, LAMBDA = 0.99, 0.95
@@ -158,13 +159,17 @@ def table() -> str:
             share = row["copy_us"] / row["backward_device_us"]
             columns += [f"{row['backward_device_us']:,.1f} us", f"{100 * share:.0f} %"]
         lines.append(f"| {op} | {n} x {n_steps} | {who} | {' | '.join(columns)} |")
-    return "\n".join(lines)
+    last = list(latest.values())[-1]
+    where = (
+        f"{last['machine']}, torch {last['torch']}, Triton {last['triton']}, {last['date']}, {commits(latest.values())}"
+    )
+    return "\n".join([*lines, "", f"{where}; medians of single calls."])
 
 
 def main() -> int:
     args = command.parser(__doc__, "backward", SHAPES, SECONDS).parse_args()
     if args.table:
-        print(table())
+        rewrite(ROOT / "docs" / "torch.md", "backward", table())
         return 0
     command.store("backward", measure(args.device, tuple(args.shapes), args.seconds), args)
     return 0

@@ -12,11 +12,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from benchmarks.pages import rewrite
 from benchmarks.plots import COLOURS
 from benchmarks.provenance import commits, stored
 from benchmarks.report import table, times
 
-BEGIN, END = "<!-- learning:begin -->", "<!-- learning:end -->"
 PHASES = ("rollout", "credit", "optimisation")
 CREDITS = ("loop", "compiled_loop", "rl_triton")
 PONG_GOAL = 15.0
@@ -311,18 +311,9 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
     _breakdown(of_plan(rows, "breakdown"), folder / "breakdown.png")
 
 
-def put_between(text: str, new: str) -> str:
-    """Text with what stands between the markers replaced. Raises ValueError where they are not there."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"docs/ppo.md needs one {BEGIN} and one {END}")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
-
-
 def write(root: Path, results: Path) -> None:
     """The tables of docs/ppo.md under `root`, and the plots beside the rows."""
     rows = stored("learning", results / "learning.jsonl")
-    page = root / "docs" / "ppo.md"
-    page.write_text(put_between(page.read_text(), tables(rows)))
+    rewrite(root / "docs" / "ppo.md", "learning", tables(rows))
     draw(rows, results)
     print(f"{len(rows)} rows")

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
 from benchmarks.baselines import OURS, SUBJECTS
 from benchmarks.cases import HEADLINE_SHAPES, LAYOUTS, OPS, RATIO_SHAPES
 from benchmarks.plots import draw
@@ -311,11 +312,8 @@ def _cells(m: Measurements, row: Row) -> list[str]:
 
 
 def put_between(text: str, new: str) -> str:
-    """`text` with what stands between the markers replaced. Raises ValueError where they are not there."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"README.md needs one {BEGIN} and one {END}")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
+    """README.md with its section on speed replaced. Raises ValueError where its markers are not there."""
+    return pages.put_between(text, "speed", new)
 
 
 def write(rows: Sequence[Row], root: Path, plots: Path) -> None:

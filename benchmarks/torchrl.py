@@ -11,7 +11,6 @@ agree, and what TorchRL's own forms differ by is in the row (on a GPU the vector
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,13 +18,12 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import command, timing
+from benchmarks.pages import rewrite
 from benchmarks.provenance import ROOT, commits, provenance, stored
 
 SHAPES = ((64, 512), (4096, 128), (8, 4096), (16384, 32))
 SECONDS = 0.3
 TOLERANCE = 1e-5
-PAGE = ROOT / "docs" / "torchrl.md"
-BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
 FAMILIES = {"loop": "", "vectorised": "vec_"}
 OPS = {
     "GAE": "{}generalized_advantage_estimate",
@@ -156,8 +154,7 @@ def table() -> str:
 def main() -> int:
     args = command.parser(__doc__, "torchrl", SHAPES, SECONDS).parse_args()
     if args.table:
-        text = PAGE.read_text()
-        PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table()}{END}", text, flags=re.DOTALL))
+        rewrite(ROOT / "docs" / "torchrl.md", "speed", table())
         return 0
     command.store("torchrl", measure(args.device, tuple(args.shapes), args.seconds), args)
     return 0
