@@ -53,7 +53,7 @@ class Job:
     example: str
     options: tuple[str, ...]
     credits: tuple[str, ...] = ()
-    """Runs with each way to assign credit in turn, in one process; empty: one run, as the options say."""
+    """Runs with these ways to assign credit in turn, in one process; empty: one run, as the options say."""
 
     def command(self, folder: Path, minutes: float, threads: int) -> list[str]:
         script = ROOT / "examples" / f"{self.example}.py"
@@ -71,6 +71,8 @@ def options(**given: Any) -> tuple[str, ...]:
 
 
 CREDITS = ("rl_triton", "compiled_loop", "loop")
+ROUNDS = 3
+"""So often each of them in turn: a host is slower now and faster then, and what is compared is to have met it alike."""
 TASKS = {"cartpole": "cartpole-swingup", "hopper": "hopper"}
 LENGTHS = (24, 16, 32)
 """T; what a plan that runs out of time has measured is the first."""
@@ -93,22 +95,22 @@ def envs() -> Iterator[Job]:
 def _timed(plan: str, name: str, updates: int, num_envs: int, num_steps: int, **given: Any) -> Job:
     """Of every way to assign credit, updates whose time is measured: all epochs of them, and no test."""
     size = dict(num_envs=num_envs, num_steps=num_steps, total_timesteps=updates * num_envs * num_steps)
-    return Job(plan, name, "ppo_gpu_envs", options(**size, **given, eval_envs=0, target_kl=None), CREDITS)
+    return Job(plan, name, "ppo_gpu_envs", options(**size, **given, eval_envs=0, target_kl=None), CREDITS * ROUNDS)
 
 
 def breakdown() -> Iterator[Job]:
     for steps in LENGTHS:
         for task, env_id in TASKS.items():
-            yield _timed("breakdown", f"{task}-T{steps}", 40, 4096, steps, env_id=env_id)
+            yield _timed("breakdown", f"{task}-T{steps}", 20, 4096, steps, env_id=env_id)
             if steps == LENGTHS[0]:
                 name = f"{task}-T{steps}-graphs"
-                yield _timed("breakdown", name, 40, 4096, steps, env_id=env_id, compile="reduce-overhead")
+                yield _timed("breakdown", name, 20, 4096, steps, env_id=env_id, compile="reduce-overhead")
 
 
 def amdahl() -> Iterator[Job]:
     large = dict(env_id=TASKS["cartpole"], compile="reduce-overhead", num_envs=16384, num_steps=128)
-    yield _timed("amdahl", "small", 20, **large, hidden=32, update_epochs=1, num_minibatches=4)
-    yield _timed("amdahl", "large", 20, **large, hidden=256, update_epochs=5, num_minibatches=4)
+    yield _timed("amdahl", "small", 12, **large, hidden=32, update_epochs=1, num_minibatches=4)
+    yield _timed("amdahl", "large", 12, **large, hidden=256, update_epochs=5, num_minibatches=4)
 
 
 def brax() -> Iterator[Job]:
@@ -199,10 +201,21 @@ class Run:
         if not self.job.credits:
             named = {self.job.name: next(iter(results), None)}
         else:
-            found = {result["args"]["credit"]: result for result in results}
-            named = {f"{self.job.name}-{credit}": found.get(credit) for credit in self.job.credits}
+            named = {
+                f"{self.job.name}-{credit}": pooled([x for x in results if x["args"]["credit"] == credit])
+                for credit in dict.fromkeys(self.job.credits)
+            }
         failed = {"failed": f"exit {self.process.returncode}", "log": (self.folder / "log").read_text()[-3000:]}
         return [same | {"name": name} | (failed if result is None else result) for name, result in named.items()]
+
+
+def pooled(results: Sequence[Row]) -> Row | None:
+    """Runs that differ in nothing, as one: the medians of their phases."""
+    if not results:
+        return None
+    phases = {phase: float(np.median([x["phases"][phase] for x in results])) for phase in results[0]["phases"]}
+    totals = {name: sum(x[name] for x in results) for name in ("seconds", "updates") if name in results[0]}
+    return results[-1] | totals | {"phases": phases, "rounds": len(results)}
 
 
 def pack(out: Path, rows: Sequence[Row]) -> None:

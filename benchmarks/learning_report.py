@@ -188,7 +188,12 @@ def breakdown_section(rows: Sequence[Row]) -> list[str]:
                     slower.append(f"{name}: {credit} ({times(row['phases']['credit'] / ours)})")
     header = ["update", "credit", *(f"{phase}, ms" for phase in PHASES), "update, ms", "share of credit"]
     text = ["### Where the time of an update goes", "", "![phases](../benchmarks/results/breakdown.png)", ""]
-    text += [*table(header, lines), "", "Medians over the updates of a run, without the first ones, which compile."]
+    text += [
+        *table(header, lines),
+        "",
+        "Medians over the updates of a run, without the first ones, which compile, and over the rounds in which the ways",
+        "to assign credit take turns.",
+    ]
     text.append(
         f"Another way to assign credit is faster than ours in {len(slower)} of {compared} comparisons"
         f"{': ' + '; '.join(slower) if slower else ''}."
