@@ -191,8 +191,8 @@ def breakdown_section(rows: Sequence[Row]) -> list[str]:
     text += [
         *table(header, lines),
         "",
-        "Medians over the updates of a run, without the first ones, which compile, and over the rounds in which the ways",
-        "to assign credit take turns.",
+        "Medians over the updates of a run, without the first ones, which compile, and over the rounds in which the",
+        "ways to assign credit take turns.",
     ]
     text.append(
         f"Another way to assign credit is faster than ours in {len(slower)} of {compared} comparisons"
