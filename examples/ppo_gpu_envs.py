@@ -341,9 +341,9 @@ def compiled(function: Callable, mode: str) -> Callable:
     """Under torch.compile. What a CUDA graph returns is copied, since its next replay writes over it."""
     if mode == "none":
         return function
-    if mode != "reduce-overhead":
-        return torch.compile(function, mode=mode)
     graph = torch.compile(function, mode=mode)
+    if mode != "reduce-overhead":
+        return graph
 
     def replay(*args, **kwargs):
         torch.compiler.cudagraph_mark_step_begin()
