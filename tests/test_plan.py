@@ -307,9 +307,10 @@ def test_a_tensor_in_two_places_has_both_gradients(device, checked):
         assert torch.equal(found, expected)
 
 
-def test_threads_and_streams(device, followed):
+@pytest.mark.parametrize("shape", [(256, 128), (3, 4000)], ids=str)
+def test_threads_and_streams(shape, device, followed):
     """Each thread has parameters of its own, and a kernel goes to the stream that is current in its thread."""
-    rollouts = [make_rollout(256, 128, device=device, seed=i, poison=False) for i in range(4)]
+    rollouts = [make_rollout(*shape, device=device, seed=i, poison=False) for i in range(4)]
     expected = [ordinary(rlt.gae, **rollout).advantages for rollout in rollouts]
     if device == "cuda":
         torch.cuda.synchronize()
