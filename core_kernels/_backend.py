@@ -41,9 +41,8 @@ def backend(name: str) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def chosen() -> str:
-    """The setting in force: "auto", "triton" or "cpu"."""
-    return _chosen.get()
+chosen = _chosen.get
+"""The setting in force: "auto", "triton" or "cpu"."""
 
 
 def runs_kernels(op: str, device: torch.device) -> bool:

@@ -22,12 +22,11 @@ class LaunchConfig:
     axis: int = 1
     num_warps: int = 4
     prefetch: bool = False
-    group: int = 1
-    """For few rows and many steps: with more than 1, each tile of the time axis is a program of its own, and composes
-    the maps of the tiles before it in its group of this many."""
+    parts: int = 1
+    """Into how many parts the time axis is split at most, each a program of its own: for few rows and many steps."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "chunks", "steps", "num_warps", "group"):
+        for name in ("rows", "chunks", "steps", "num_warps"):
             size = getattr(self, name)
             if size < 1 or size & (size - 1):
                 raise ValueError(f"LaunchConfig: {name} must be a power of two, got {size}")
@@ -52,31 +51,32 @@ def configured(config: LaunchConfig) -> Iterator[None]:
         _forced.reset(token)
 
 
-def forced() -> LaunchConfig | None:
-    """The configuration of the `configured` block that the call is in."""
-    return _forced.get()
+forced = _forced.get
+"""The configuration of the `configured` block that the call is in."""
 
 
 def _power_of_two_at_least(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-# About as many warps as keep an H200 busy. With less than this, each tile is a program of its own.
-_FEW_WARPS = 1024
-_GROUP = 128
+# Programs start with about as many warps as keep an H200 busy; with less than this, the time axis is split. Every part
+# composes the maps of all parts before it, so more than one map a lane has to be worth it.
+_FEW_WARPS, _ENOUGH_WARPS = 1024, 2048
+_LANES, _MAX_PARTS = 32, 512
 
 
 @functools.cache
-def choose(n_rows: int, n_steps: int, rows_adjacent: bool, splits: bool) -> LaunchConfig:
+def choose(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
     """A pure function of the problem's shape, from measurements on an H200 (docs/notes/scan.md). `rows_adjacent`:
     neighbours in memory are neighbouring rows ([T, N] layout), so a warp is as wide as its rows; else it is as wide as
-    its steps, over several rows where these are short. `splits`: tiles can be programs of their own."""
+    its steps, over several rows where these are short."""
     config = _by_rows(n_rows, n_steps) if rows_adjacent else _by_steps(n_steps)
     tiles = -(-n_steps // (config.chunks * config.steps))
     warps = -(-n_rows // config.rows) * config.num_warps
-    if splits and warps < _FEW_WARPS and tiles > 1:
-        return dataclasses.replace(config, group=_GROUP)
-    return config
+    parts = 1
+    if warps < _FEW_WARPS:
+        parts = max(min(_ENOUGH_WARPS // warps, _LANES), _FEW_WARPS // warps)
+    return dataclasses.replace(config, parts=max(1, min(parts, tiles // 2, _MAX_PARTS)))
 
 
 def _by_rows(n_rows: int, n_steps: int) -> LaunchConfig:

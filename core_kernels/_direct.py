@@ -42,17 +42,6 @@ def _driver() -> Any:
     return launch
 
 
-class Ones:
-    """Scratch memory all bits of which are ones when the kernel behind it begins."""
-
-    def __init__(self, scratch: torch.Tensor, places: Places) -> None:
-        _, self.number = places.find(scratch.data_ptr())
-
-    def __call__(self, addresses: list[int], made: list[torch.Tensor]) -> bool:
-        made[self.number].fill_(-1)
-        return True
-
-
 def _leaves(types: Any, value: Any) -> Iterator[tuple[str, Any]]:
     """(type, value) of each parameter that reaches the kernel: constants do not, tuples come apart."""
     if isinstance(types, tuple):

@@ -12,7 +12,7 @@ import torch
 
 from rl_triton import _config, _plan, _scan, _tile, _window, boundaries
 from rl_triton._algorithm import Expectation, Problem, Taken
-from rl_triton._direct import DirectKernel, Ones
+from rl_triton._direct import DirectKernel
 from rl_triton._layout import Layout, Operand, describe
 from rl_triton._triton import interpreted, tl, triton
 
@@ -116,9 +116,7 @@ def run(problem: Problem) -> None:
     )
     first = next(y for y in layout.groups[4] if y is not None)
     rows_adjacent = first.row_strides[0] == 1 and first.time_stride != 1
-    # From one tile to the next goes a state, but no target, and nothing of what rows that are no transition say.
-    splits = bounds.valid is None and algorithm.lookahead < 2 and problem.window is None
-    config = _config.forced() or _config.choose(layout.n_rows, layout.n_steps, rows_adjacent, splits)
+    config = _config.forced() or _config.choose(layout.n_rows, layout.n_steps, rows_adjacent)
     # Triton 3.6 forgets constants (strides of 1) in the inner tuples of a tuple, and 3.5 refuses a tuple of tuples of
     # one kind, unless a constant of its own follows them.
     arguments: dict[str, Any] = {
@@ -169,27 +167,38 @@ def run(problem: Problem) -> None:
             "CHUNKS": config.chunks,
             "STEPS": config.steps,
             "AXIS": config.axis,
+            "PREFETCH": config.prefetch,
             "WHOLE": layout.n_rows % config.rows == 0 and layout.n_steps % (config.chunks * config.steps) == 0,
         }
     device = problem.written[0].device
-    left = None
+    scratch: tuple[torch.Tensor, ...] = ()
+    phases: tuple[dict[str, Any], ...] = ({},)
     if problem.window is None:
         tiles = triton.cdiv(layout.n_steps, config.chunks * config.steps)
-        group = min(config.group, triton.next_power_of_2(tiles)) if splits and config.chunks > 1 else 1
-        if group > 1:
-            blocks *= tiles
-            words = (4 * tiles + 2 * triton.cdiv(tiles, group)) * layout.n_rows + 1
-            left = torch.full((words,), -1, dtype=_WORDS[problem.dtype], device=device)
-        arguments |= {"left": left, "PREFETCH": config.prefetch and group == 1, "GROUP": group}
+        # Across the seam of two parts goes a state, but no target, and nothing of what rows that are no transition say.
+        parts = config.parts if bounds.valid is None and algorithm.lookahead < 2 else 1
+        tiles_a_part = triton.cdiv(tiles, parts)
+        parts = triton.cdiv(tiles, tiles_a_part)
+        blocks *= parts
+        if parts > 1:
+            scratch = (torch.empty(4, parts, layout.n_rows, dtype=problem.dtype, device=device),)
+            phases = ({"COMPOSING": True}, {})
+        arguments |= {
+            "maps": scratch[0] if scratch else None,
+            "n_parts": parts,
+            "tiles_a_part": tiles_a_part,
+            "PARTS": triton.next_power_of_2(parts),
+            "COMPOSING": False,
+        }
+    prepared = []
     with on(device):
-        # Contraction would make the bits depend on the launch configuration and on the Triton version.
-        launched = kernel[(blocks,)](**arguments, num_warps=config.num_warps, enable_fp_fusion=False)
+        for phase in phases:
+            given = arguments | phase
+            # Contraction would make the bits depend on the launch configuration and on the Triton version.
+            launched = kernel[(blocks,)](**given, num_warps=config.num_warps, enable_fp_fusion=False)
+            prepared.append(functools.partial(DirectKernel, launched, given, blocks, device))
     if not interpreted(kernel):
-        start = functools.partial(DirectKernel, launched, arguments, blocks, device)
-        if left is None:
-            _plan.record(_plan.Launch(problem.written, (), (start,)))
-        else:
-            _plan.record(_plan.Launch(problem.written, (left,), (functools.partial(Ones, left), start)))
+        _plan.record(_plan.Launch(problem.written, scratch, tuple(prepared)))
 
 
 def _per_row(output: torch.Tensor | None, problem: Problem) -> bool:
@@ -206,7 +215,6 @@ def interpreting() -> bool:
     return interpreted(_scan.scan_kernel)
 
 
-_WORDS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _NEXT_SLOT = 4  # of `next_values`, likewise
 _VALUES_SLOT = 5  # of `values` among the fields of `Successors`, which is also its place in the kernel's boundary
 _BOUNDARY_KERNELS = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -109,7 +110,7 @@ class Plan:
         self.given = [arguments[x.data_ptr()] for x in launch.outputs] if given else []
         self.spans = [span(x) for x in tensors]
         self.structure = None if isinstance(result, torch.Tensor) else type(result)
-        self.n_results = len(launch.outputs)
+        self.n_results = len(launch.outputs) if launch.scratch else None
         places = Places(tensors, [*launch.outputs, *launch.scratch], self.ties)
         self.starts = [prepare(places) for prepare in launch.prepare]
 
@@ -118,8 +119,9 @@ class Plan:
         for i, j, between in self.ties:
             if addresses[i] - addresses[j] != between:
                 return None
-        made = [tensors[i] for i in self.given]
-        if made:
+        made: list[torch.Tensor] = []
+        if self.given:
+            made += [tensors[i] for i in self.given]
             if self._may_overlap(addresses) or any(x.requires_grad for x in made):
                 return None  # the ordinary path looks closer, or words the error
             torch.autograd.graph.increment_version(made)
@@ -128,8 +130,10 @@ class Plan:
         for start in self.starts:
             if not start(addresses, made):
                 return None
+        if self.structure is None:
+            return made[0]
         # A named tuple takes long to make by its own name.
-        return made[0] if self.structure is None else tuple.__new__(self.structure, made[: self.n_results])
+        return tuple.__new__(self.structure, made[: self.n_results])
 
     def _may_overlap(self, addresses: list[int]) -> bool:
         """Whether a given result lies where another argument does."""
@@ -208,9 +212,9 @@ def _describe(given: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor
             raise NoPlanError("an argument of another type")
 
 
-def _state() -> tuple[Any, ...]:
-    """What a call depends on beside its arguments."""
-    return _backend.chosen(), _config.forced(), torch.get_default_dtype(), torch.is_grad_enabled()
+# What a call depends on beside its arguments.
+_settings = (_backend.chosen, _config.forced, torch.get_default_dtype, torch.is_grad_enabled)
+_chosen, _forced, _default_dtype, _recording = _settings
 
 
 def _getter(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -229,22 +233,23 @@ class Recall:
 
     def __init__(self, given: tuple[Any, ...], tensors: list[torch.Tensor], plan: Plan | GraphPlan) -> None:
         self.plan = plan
-        self.tuples = [i for i, x in enumerate(given) if type(x) is tuple]
+        self.tuples = [(i, len(x)) for i, x in enumerate(given) if type(x) is tuple]
         places: list[int] = []  # of the arguments, in the order that `_describe` sees them
         end = len(given)
         for i, x in enumerate(given):
             n = len(x) if type(x) is tuple else 0
             places += range(end, end + n) if type(x) is tuple else (i,)
             end += n
-        for i in self.tuples:
+        for i, _ in self.tuples:
             given += given[i]
-        self.types = tuple(map(type, given))
-        if self.types.count(tuple) > len(self.tuples):
+        types = tuple(map(type, given))
+        if types.count(tuple) > len(self.tuples):
             raise NoPlanError("a tuple in a tuple")
-        self.options = _getter([i for i in places if self.types[i] in _SCALARS])
+        self.options = _getter([i for i in places if types[i] in _SCALARS])
         self.optioned = self.options(given)
-        self.tensors = _getter([i for i in places if self.types[i] not in _SCALARS])
-        self.state = _state()
+        self.types = tuple(map(type, self.optioned))
+        self.tensors = _getter([i for i in places if types[i] not in _SCALARS])
+        self.chosen, self.forced, self.default_dtype, self.recording = (setting() for setting in _settings)
         sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
         guards = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         self.alike = guards.check
@@ -253,18 +258,26 @@ class Recall:
 
     def __call__(self, given: tuple[Any, ...]) -> Any:
         """The results of a call like this one, None for another."""
-        for i in self.tuples:
+        for i, length in self.tuples:
             entries = given[i]
-            if type(entries) is not tuple:
+            if type(entries) is not tuple or len(entries) != length:
                 return None
             given += entries
-        if tuple(map(type, given)) != self.types or self.options(given) != self.optioned or _state() != self.state:
+        options = self.options(given)
+        if tuple(map(type, options)) != self.types or options != self.optioned:
+            return None
+        if (
+            _chosen() != self.chosen
+            or _forced() is not self.forced
+            or _default_dtype() is not self.default_dtype
+            or _recording() is not self.recording
+        ):
             return None
         tensors = self.tensors(given)
         if not self.alike(*tensors):
             return None
         addresses = [x.data_ptr() for x in tensors]
-        if functools.reduce(operator.or_, addresses) & 15:  # only calls with aligned tensors are recalled
+        if math.gcd(16, *addresses) != 16:  # only calls with aligned tensors are recalled
             return None
         return self.plan(tensors, addresses)
 
@@ -323,7 +336,7 @@ def planned(op: _Op) -> _Op:
 
 def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans, form: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
     """A call that none of the recent ones is like."""
-    key: list[Any] = [*_state(), *form]
+    key: list[Any] = [*(setting() for setting in _settings), *form]
     tensors: list[torch.Tensor] = []
     addresses: list[int] = []
     try:

@@ -4,11 +4,8 @@ A program takes R rows and walks their time axis tile by tile, in the direction 
 composes the affine maps of its chunk of steps; the maps of the chunks are composed by an associative scan; that gives
 the state on entering each chunk, from where a thread walks its chunk as a plain loop would. Between tiles one state per
 row is carried. Every input is read from device memory once and every output written once; what lies between stays in
-registers. With one chunk a tile there is nothing to compose, and the kernel is a plain loop a thread.
-
-Where rows are few and long, each tile of the time axis is a program of its own: it leaves its map in memory for the
-others, waits for the maps of the tiles before it, and composes them. It holds its tile meanwhile, so inputs are read
-once then, too.
+registers. (Where few long rows are split over programs, inputs are read twice.) With one chunk a tile there is nothing
+to compose, and the kernel is a plain loop a thread.
 """
 
 from __future__ import annotations
@@ -123,114 +120,48 @@ def scanned(a, b, place, REVERSE: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.
 
 @jit
 def entering(
-    a_all, a_low, b_all, b_low, state_beyond, low_beyond, place, CHUNKS: tl.constexpr, AXIS: tl.constexpr
-):  # fmt: skip
-    """The state on entering each chunk, and the state (with its low part) that the next tile will see, given the maps
-    of `scanned`. `place` is that of a chunk in the order of the scan."""
+    a,
+    b,
+    state_beyond,
+    low_beyond,
+    place,
+    REVERSE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+):
+    """The state on entering each chunk, and the state (with its low part) that the next tile will see. `place` is that
+    of a chunk in the order of the scan."""
+    a_all, a_low, b_all, b_low = scanned(a, b, place, REVERSE, CHUNKS, STEPS, AXIS)
     high, low = apply(a_all, a_low, b_all, b_low, state_beyond, low_beyond)
     entry = left_before(high + low, state_beyond + low_beyond, place, AXIS)
     high, low = left_last(high, low, place, CHUNKS, AXIS)
     return entry, high, low
 
 
-# Tiles that are programs of their own leave what the others wait for in memory that was filled with ones: words, each of
-# which says by itself whether it has been written, so that no order of writes and reads matters. A number whose bits are
-# all ones is a NaN; every NaN is written as another one.
-
-
 @jit
-def publish(pointers, x, mask):
-    """Leave numbers for other programs."""
-    x = tl.where(x == x, x, float("nan"))
-    if x.dtype == tl.float64:
-        word = x.to(tl.int64, bitcast=True)
-    else:
-        word = x.to(tl.int32, bitcast=True)
-    tl.atomic_xchg(pointers, word, mask=mask, sem="relaxed", scope="gpu")
-
-
-@jit
-def _number(word):
-    if word.dtype == tl.int64:
-        x = word.to(tl.float64, bitcast=True)
-    else:
-        x = word.to(tl.float32, bitcast=True)
-    return x
-
-
-@jit
-def awaited(pointers, span, mask, N: tl.constexpr):
-    """N numbers that other programs leave, `span` words apart, as soon as all are there; 0 where the mask is off."""
-    words = ()
-    for _ in tl.static_range(N):
-        words = words + (tl.where(mask, 0, 0).to(pointers.dtype.element_ty),)
-    missing = 1
-    while missing > 0:
-        seen = ()
-        for i in tl.static_range(N):
-            seen = seen + (tl.load(pointers + i * span, mask=mask, other=0, volatile=True),)
-        absent = seen[0] == -1
-        for i in tl.static_range(1, N):
-            absent = absent | (seen[i] == -1)
-        missing = tl.max(absent.to(tl.int32))
-        words = seen
-    numbers = ()
-    for i in tl.static_range(N):
-        if pointers.dtype.element_ty == tl.int64:
-            numbers = numbers + (words[i].to(tl.float64, bitcast=True),)
+def past_parts(maps, state, low, part, n_parts, rows, row_mask, n_rows, PARTS: tl.constexpr, AXIS: tl.constexpr):
+    """The state beyond a part of the time axis, given that beyond the first part and the maps of the parts before."""
+    # A lane composes its share of neighbours one by one, then the lanes together: a scan of all would do so twice.
+    EACH: tl.constexpr = PARTS // 32 if PARTS > 32 else 1
+    LANES: tl.constexpr = PARTS // EACH
+    lane = tl.expand_dims(tl.arange(0, LANES), 1 - AXIS)
+    span = n_parts * n_rows
+    for i in tl.static_range(EACH):
+        before = lane * EACH + i
+        mask = row_mask & (before < part)
+        pointers = maps + before * n_rows + rows
+        then_a, then_a_low = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + span, mask=mask, other=0.0)
+        then_b = tl.load(pointers + 2 * span, mask=mask, other=1.0)
+        then_b_low = tl.load(pointers + 3 * span, mask=mask, other=0.0)
+        if i == 0:
+            a, a_low, b, b_low = then_a, then_a_low, then_b, then_b_low
         else:
-            numbers = numbers + (words[i].to(tl.float32, bitcast=True),)
-    return numbers
-
-
-@jit
-def past_tiles(
-    maps,
-    states,
-    tile,
-    a,
-    a_low,
-    b,
-    b_low,
-    state,
-    low,
-    rows,
-    row_mask,
-    n_rows,
-    n_maps,
-    n_states,
-    place,
-    CHUNKS: tl.constexpr,
-    AXIS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """The state beyond a tile, given that beyond the first one. Leaves the tile's own map for the tiles after it.
-
-    The maps of the tiles before it in its group of `GROUP` are composed, always in the same tree, so that the bits do
-    not depend on who came when, and applied to the state that the last tile of the group before left.
-    """
-    group = tile // GROUP
-    number = tile % GROUP
-    own_a, own_a_low = left_last(a, a_low, place, CHUNKS, AXIS)
-    own_b, own_b_low = left_last(b, b_low, place, CHUNKS, AXIS)
-    own = maps + tile * n_rows + rows + place * 0
-    once = row_mask & (place == 0)
-    publish(own, own_a, once)
-    publish(own + n_maps, own_a_low, once)
-    publish(own + 2 * n_maps, own_b, once)
-    publish(own + 3 * n_maps, own_b_low, once)
-
-    before = tl.expand_dims(tl.arange(0, GROUP), 1 - AXIS)
-    mask = row_mask & (before < number)
-    a, a_low, b, b_low = awaited(maps + (group * GROUP + before) * n_rows + rows, n_maps, mask, 4)
-    a, a_low, b, b_low = tl.associative_scan((a, a_low, tl.where(mask, b, 1.0), b_low), AXIS, compose)
-    last = before == GROUP - 1
-    grouped = row_mask & (rows * 0 + group > 0)
-    before, before_low = awaited(states + (group - 1) * n_rows + rows, n_states, grouped, 2)
-    state, low = tl.where(grouped, before, state), tl.where(grouped, before_low, low)
-    return apply(
-        only(a, last, AXIS), only(a_low, last, AXIS), only(b, last, AXIS), only(b_low, last, AXIS), state, low
-    )  # fmt: skip
+            a, a_low, b, b_low = compose(a, a_low, b, b_low, then_a, then_a_low, then_b, then_b_low)
+    a, a_low, b, b_low = tl.associative_scan((a, a_low, b, b_low), AXIS, compose)
+    last = lane == LANES - 1
+    a, a_low = only(a, last, AXIS), only(a_low, last, AXIS)
+    return apply(a, a_low, only(b, last, AXIS), only(b_low, last, AXIS), state, low)
 
 
 @jit
@@ -302,10 +233,12 @@ def scan_kernel(
     initial,
     outputs,
     final,
-    left,
+    maps,
     sizes,
     n_rows,
     T,
+    n_parts,
+    tiles_a_part,
     COEFFICIENTS: tl.constexpr,
     TARGET: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -332,29 +265,17 @@ def scan_kernel(
     AXIS: tl.constexpr,
     PREFETCH: tl.constexpr,
     WHOLE: tl.constexpr,
-    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    COMPOSING: tl.constexpr,
 ):
     """WHOLE: the window consists of whole tiles, so nothing hangs over.
 
-    GROUP > 1: each tile is a program of its own. What programs leave for others goes to `left`, all bits of which are
-    ones: maps [4, tiles, rows], states [2, groups, rows], and the number of programs that have begun, less one.
+    PARTS > 1: the time axis is split over programs. They are started twice: COMPOSING, each leaves the map of its part
+    in `maps`; then each begins with the state that the maps before it lead to.
     """
-    n_tiles = tl.cdiv(T, CHUNKS * STEPS)
-    if GROUP > 1:
-        n_maps = n_tiles * n_rows
-        n_states = tl.cdiv(n_tiles, GROUP) * n_rows
-        states = left + 4 * n_maps
-        # Programs take numbers as they begin, so that each waits only for those that have begun.
-        program = (tl.atomic_add(states + 2 * n_states, 1, sem="relaxed", scope="gpu") + 1).to(INDEX)
-        blocks = tl.cdiv(n_rows, ROWS)
-        block = program % blocks
-        begin = program // blocks
-        end = begin + 1
-    else:
-        block = tl.program_id(0).to(INDEX)
-        begin = 0
-        end = n_tiles
-    rows = block * ROWS + tl.expand_dims(tl.arange(0, ROWS), AXIS)
+    program = tl.program_id(0).to(INDEX)
+    part = program % n_parts
+    rows = program // n_parts * ROWS + tl.expand_dims(tl.arange(0, ROWS), AXIS)
     row_mask = rows == rows if WHOLE else rows < n_rows
     place = scan_order(CHUNKS, REVERSE, AXIS)
     tile_mask = row_mask & (place >= 0)
@@ -375,12 +296,24 @@ def scan_kernel(
     kind_beyond = tl.where(tile_mask, 0, 0)
     value_beyond = edge_value
 
+    n_tiles = tl.cdiv(T, CHUNKS * STEPS)
     SPAN: tl.constexpr = CHUNKS * STEPS
+    begin = part * tiles_a_part
+    end = tl.minimum(begin + tiles_a_part, n_tiles)
     if REVERSE:
         start = (n_tiles - 1 - begin).to(INDEX) * SPAN
     else:
-        start = (n_tiles * 0 + begin).to(INDEX) * SPAN
+        start = begin.to(INDEX) * SPAN
 
+    # The map of the part so far, where that is what is wanted.
+    map_a = tl.zeros_like(state_beyond)
+    map_a_low = tl.zeros_like(state_beyond)
+    map_b = tl.zeros_like(state_beyond) + 1.0
+    map_b_low = tl.zeros_like(state_beyond)
+    if PARTS > 1 and not COMPOSING:
+        state_beyond, low_beyond = past_parts(
+            maps, state_beyond, low_beyond, part, n_parts, rows, row_mask, n_rows, PARTS, AXIS
+        )
     if PREFETCH:
         valid, x, f, bounds = fetch(
             inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
@@ -450,68 +383,69 @@ def scan_kernel(
             a = a + (a_s,)
             b = b + (b_s,)
 
-        entry = state_beyond
-        if CHUNKS > 1:
+        if COMPOSING:
             a_all, a_low, b_all, b_low = scanned(a, b, place, REVERSE, CHUNKS, STEPS, AXIS)
-            if GROUP > 1:
-                state_beyond, low_beyond = past_tiles(
-                    left, states, k, a_all, a_low, b_all, b_low, state_beyond, low_beyond, rows, row_mask, n_rows,
-                    n_maps, n_states, place, CHUNKS, AXIS, GROUP,
-                )  # fmt: skip
-            entry, state_beyond, low_beyond = entering(
-                a_all, a_low, b_all, b_low, state_beyond, low_beyond, place, CHUNKS, AXIS
-            )
-        state = ()
-        state_next = ()
-        for s in tl.static_range(FIRST, BEHIND, FORWARD):
-            leaving = step(a[s], b[s], entry)
-            if REVERSE:
-                state = (leaving,) + state
-                state_next = (entry,) + state_next
-            else:
-                state = state + (leaving,)
-                state_next = state_next + (entry,)
-            entry = leaving
-        if CHUNKS == 1:
-            state_beyond = entry
+            if CHUNKS > 1:
+                a_all, a_low = left_last(a_all, a_low, place, CHUNKS, AXIS)
+                b_all, b_low = left_last(b_all, b_low, place, CHUNKS, AXIS)
+            map_a, map_a_low, map_b, map_b_low = compose(map_a, map_a_low, map_b, map_b_low, a_all, a_low, b_all, b_low)
+        else:
+            entry = state_beyond
+            if CHUNKS > 1:
+                entry, state_beyond, low_beyond = entering(
+                    a, b, state_beyond, low_beyond, place, REVERSE, CHUNKS, STEPS, AXIS
+                )
+            state = ()
+            state_next = ()
+            for s in tl.static_range(FIRST, BEHIND, FORWARD):
+                left = step(a[s], b[s], entry)
+                if REVERSE:
+                    state = (left,) + state
+                    state_next = (entry,) + state_next
+                else:
+                    state = state + (left,)
+                    state_next = state_next + (entry,)
+                entry = left
+            if CHUNKS == 1:
+                state_beyond = entry
 
-        target_next = state
-        if LOOKAHEAD >= 2:
-            known = ()
-            target = ()
+            target_next = state
+            if LOOKAHEAD >= 2:
+                known = ()
+                target = ()
+                for s in tl.static_range(STEPS):
+                    x_s, f_s = at_step(numbers, s, N_INPUTS, STEPS), at_step(f, s, N_FACTORS, STEPS)
+                    target_s = TARGET(x_s, v_next[s], cut[s], state_next[s], f_s, VARIANT)
+                    known_s = valid[s]
+                    if valid_flags is not None:
+                        target_s = tl.where(known_s, target_s, reset_value[s])
+                        known_s = known_s | reset[s]
+                    known = known + (known_s,)
+                    target = target + (target_s,)
+                target_next, target_beyond = upcoming(known, target, target_beyond, place, CHUNKS, STEPS, AXIS)
+
+            results = ()
             for s in tl.static_range(STEPS):
                 x_s, f_s = at_step(numbers, s, N_INPUTS, STEPS), at_step(f, s, N_FACTORS, STEPS)
-                target_s = TARGET(x_s, v_next[s], cut[s], state_next[s], f_s, VARIANT)
-                known_s = valid[s]
-                if valid_flags is not None:
-                    target_s = tl.where(known_s, target_s, reset_value[s])
-                    known_s = known_s | reset[s]
-                known = known + (known_s,)
-                target = target + (target_s,)
-            target_next, target_beyond = upcoming(known, target, target_beyond, place, CHUNKS, STEPS, AXIS)
-
-        results = ()
-        for s in tl.static_range(STEPS):
-            x_s, f_s = at_step(numbers, s, N_INPUTS, STEPS), at_step(f, s, N_FACTORS, STEPS)
-            ahead = (v_next[s], v_follow[s], cut[s], state_next[s], target_next[s])
-            results = results + (OUTPUTS(x_s, state[s], ahead, f_s, VARIANT),)
-        for i in tl.static_range(N_OUTPUTS):
-            if outputs[i] is not None:
-                y = ()
-                for s in tl.static_range(STEPS):
-                    y_s = results[s][i]
-                    if valid_flags is not None:
-                        y_s = tl.where(valid[s], y_s, 0.0)
-                    y = y + (y_s,)
-                if i < N_STEPWISE:
-                    store_steps(
-                        outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS,
-                        WHOLE,
-                    )  # fmt: skip
-                elif k == n_tiles - 1:
-                    pointers = address(outputs[i], sizes, rows, t * 0, DIMS)
+                ahead = (v_next[s], v_follow[s], cut[s], state_next[s], target_next[s])
+                results = results + (OUTPUTS(x_s, state[s], ahead, f_s, VARIANT),)
+            for i in tl.static_range(N_OUTPUTS):
+                if outputs[i] is not None:
+                    y = ()
                     for s in tl.static_range(STEPS):
-                        tl.store(pointers, y[s], mask=row_mask & (t + s == (0 if REVERSE else T - 1)))
+                        y_s = results[s][i]
+                        if valid_flags is not None:
+                            y_s = tl.where(valid[s], y_s, 0.0)
+                        y = y + (y_s,)
+                    if i < N_STEPWISE:
+                        store_steps(
+                            outputs[i], y, sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS,
+                            WHOLE,
+                        )  # fmt: skip
+                    elif k == n_tiles - 1:
+                        pointers = address(outputs[i], sizes, rows, t * 0, DIMS)
+                        for s in tl.static_range(STEPS):
+                            tl.store(pointers, y[s], mask=row_mask & (t + s == (0 if REVERSE else T - 1)))
 
         if REVERSE:
             start -= SPAN
@@ -529,15 +463,18 @@ def scan_kernel(
             )  # fmt: skip
 
     once = tile_mask & (place == 0)
-    if GROUP > 1:
-        pointers = states + begin // GROUP * n_rows + rows + place * 0
-        last = once & (place * 0 + begin % GROUP == GROUP - 1)
-        publish(pointers, state_beyond, last)
-        publish(pointers + n_states, low_beyond, last)
-        once = once & (place * 0 + begin == n_tiles - 1)
-    if final[0] is not None:
-        pointers = address(final[0], sizes, rows, place * 0, DIMS)
-        tl.store(pointers, state_beyond + low_beyond, mask=once)
-    if final[1] is not None:
-        pointers = address(final[1], sizes, rows, place * 0, DIMS)
-        tl.store(pointers, target_beyond, mask=once)
+    if COMPOSING:
+        pointers = maps + part * n_rows + rows + place * 0
+        span = n_parts * n_rows
+        tl.store(pointers, map_a, mask=once)
+        tl.store(pointers + span, map_a_low, mask=once)
+        tl.store(pointers + 2 * span, map_b, mask=once)
+        tl.store(pointers + 3 * span, map_b_low, mask=once)
+    else:
+        once = once & (place * 0 + part == n_parts - 1)
+        if final[0] is not None:
+            pointers = address(final[0], sizes, rows, place * 0, DIMS)
+            tl.store(pointers, state_beyond + low_beyond, mask=once)
+        if final[1] is not None:
+            pointers = address(final[1], sizes, rows, place * 0, DIMS)
+            tl.store(pointers, target_beyond, mask=once)

@@ -93,7 +93,7 @@ with rlt.backend("triton"):
     calls((300, 4), 0, torch.float32, ("truncated", "carry"))
     calls((2, 3, 40, 5), 2, torch.float64, ("valid", "start", "tensors"))
     calls((3, 1), 1, torch.float32, ("valid", "truncated", "carry", "tensors"))
-    # Few rows and many steps: each tile is a program of its own.
+    # Few rows and many steps: the time axis is split, and each call starts two kernels.
     for shape, time_dim in (((2, 6000), 1), ((6000, 2), 0)):
         x = torch.ones(shape)
         rlt.gae(x, x, x > 0, last_values=x.select(time_dim, 0), time_dim=time_dim)
@@ -115,4 +115,4 @@ def test_kernels_compile_for_hopper(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # a kernel found in a cache would be launched, not compiled
     result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert result.stdout == "80 kernels\n", result.stderr[-4000:]
+    assert result.stdout == "84 kernels\n", result.stderr[-4000:]

@@ -14,7 +14,7 @@ CONFIGS = (
     LaunchConfig(rows=8, chunks=4, steps=2, axis=1, num_warps=1, prefetch=True),
     LaunchConfig(rows=8, chunks=4, steps=2, axis=0, num_warps=1, prefetch=True),
     LaunchConfig(rows=8, chunks=8, steps=2, axis=0, num_warps=2),
-    LaunchConfig(rows=8, chunks=4, steps=1, axis=1, num_warps=1, group=4),
+    LaunchConfig(rows=8, chunks=4, steps=1, axis=1, num_warps=1, parts=2),
 )
 
 
@@ -59,8 +59,7 @@ def test_bits(name, config):
 
 @pytest.mark.parametrize("shape", [(4096, 128), (16384, 512), (65536, 512), (64, 16384)], ids=str)
 @pytest.mark.parametrize("rows_adjacent", [False, True])
-@pytest.mark.parametrize("splits", [False, True])
-def test_round_sizes_are_whole(shape, rows_adjacent, splits):
-    config = _config.choose(*shape, rows_adjacent, splits)
+def test_round_sizes_are_whole(shape, rows_adjacent):
+    config = _config.choose(*shape, rows_adjacent)
     assert shape[0] % config.rows == 0
     assert shape[1] % (config.chunks * config.steps) == 0

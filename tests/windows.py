@@ -10,8 +10,8 @@ from rl_triton.testing import assert_close
 
 # Several tiles in time and rows, cheap in the interpreter: chunks along either axis of a tile.
 SMALL = LaunchConfig(rows=8, chunks=4, steps=2, num_warps=1)
-SMALL_TIME_MAJOR = LaunchConfig(rows=16, chunks=2, steps=2, axis=0, num_warps=1, prefetch=True, group=2)
-SMALL_SPLIT = LaunchConfig(rows=8, chunks=4, steps=1, num_warps=1, group=2)
+SMALL_TIME_MAJOR = LaunchConfig(rows=16, chunks=2, steps=2, axis=0, num_warps=1, prefetch=True, parts=2)
+SMALL_SPLIT = LaunchConfig(rows=8, chunks=4, steps=1, num_warps=1, parts=3)
 SMALL_CONFIGS = (SMALL, SMALL_TIME_MAJOR, SMALL_SPLIT)
 
 EPS = {torch.float64: 2**-53, torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
