@@ -380,7 +380,7 @@ def test_report_of_learning(tmp_path):
     assert "upright in 95%" in text
     assert "| 9 (2) | 3.0 m, falls in 50% (0.4 m) | **no** |" in text
     # A loop that takes a hundredth of a tenth of a second: 0.01 s of 0.1 s, and a tenth of that afterwards.
-    assert "| `loop` | 100.0 | 10.0% | 1.10% | 10.0x | 1.099x | 1.099x |" in text
+    assert "| `loop` | 100.0 | 10.0% | 1.10% | 10.0x | 1.099x | 1.000x | 1.099x |" in text
     assert (
         "faster than ours in 1 of 2 comparisons: cartpole-swingup, 4096 x 24, hidden 128: compiled_loop (0.50x)" in text
     )
