@@ -34,56 +34,76 @@ def _load(
     x, valid, at, n, MASKED: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
     LAST: tl.constexpr = False,
 ):  # fmt: skip
-    """DEEP times WIDE elements from `at`, 0 for those that do not count, and which ones count. Beyond n nothing is
-    read. WHOLE: the elements consist of whole tiles. LAST: they are not read again."""
+    """DEEP times WIDE elements from `at`, and their flags, as they are stored; 0 beyond n, where nothing is read.
+    WHOLE: the elements consist of whole tiles. LAST: they are not read again."""
     HINT: tl.constexpr = "evict_first" if LAST else ""
     i = tl.arange(0, WIDE)
     values = ()
-    inside = ()
+    flags = ()
     for d in tl.static_range(DEEP):
         here = i * 0 + at < n if WHOLE else i + d * WIDE < n - at
-        value = tl.load(x + at + d * WIDE + i, mask=here, other=0.0, eviction_policy=HINT)
-        if x.dtype.element_ty != tl.float64:
-            value = value.to(tl.float32)
+        values = values + (tl.load(x + at + d * WIDE + i, mask=here, other=0.0, eviction_policy=HINT),)
         if MASKED:
-            here &= tl.load(valid + at + d * WIDE + i, mask=here, other=0) != 0
-            value = tl.where(here, value, 0.0)
-        values = values + (value,)
-        inside = inside + (here,)
-    return values, inside
+            flags = flags + (tl.load(valid + at + d * WIDE + i, mask=here, other=0, eviction_policy=HINT),)
+    return values, flags
 
 
 @jit
-def _near_mean(value, inside, at, n, MASKED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr):
+def _counted(
+    values, flags, at, n, d: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The d-th WIDE elements of the tile at `at`, in the arithmetic dtype, and which of them count."""
+    value = values[d]
+    i = tl.arange(0, WIDE)
+    # From flags, not from the mask of the load: what waits for its turn in registers had better not be booleans.
+    if MASKED:
+        inside = flags[d] != 0
+    elif WHOLE:
+        inside = i >= 0
+    else:
+        inside = i + d * WIDE < n - at
+    if value.dtype != tl.float64:
+        value = value.to(tl.float32)
+    return value, inside
+
+
+@jit
+def _near_mean(
+    values, flags, at, n, MASKED: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
     """About the mean of a tile's elements that count: each is divided first, so that their sum does not overflow."""
-    small = value[0] * (1.0 / (DEEP * WIDE))
-    count = inside[0].to(tl.int32)
+    value, inside = _counted(values, flags, at, n, 0, MASKED, WHOLE, WIDE)
+    small = tl.where(inside, value, 0.0) * (1.0 / (DEEP * WIDE))
+    count = inside.to(tl.int32)
     for d in tl.static_range(1, DEEP):
-        small += value[d] * (1.0 / (DEEP * WIDE))
-        count += inside[d].to(tl.int32)
+        value, inside = _counted(values, flags, at, n, d, MASKED, WHOLE, WIDE)
+        small += tl.where(inside, value, 0.0) * (1.0 / (DEEP * WIDE))
+        count += inside.to(tl.int32)
     if MASKED:
         kept = tl.sum(count)
     else:
         kept = tl.minimum(n - at, DEEP * WIDE)
-    return tl.sum(small) * (DEEP * WIDE / tl.maximum(kept, 1).to(value[0].dtype))
+    return tl.sum(small) * (DEEP * WIDE / tl.maximum(kept, 1).to(small.dtype))
 
 
 @jit
 def _gathered(
-    sums, value, inside, shift, MASKED: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr
+    sums, values, flags, at, n, shift,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `moments_kernel` after a tile."""
+    """The sums of `moments_kernel` after the tile at `at`."""
     count, total, squares, smallest, largest = sums
     for d in tl.static_range(DEEP):
-        deviation = value[d] - shift
-        low = value[d]
-        high = value[d]
+        value, inside = _counted(values, flags, at, n, d, MASKED, WHOLE, WIDE)
+        deviation = value - shift
+        low = value
+        high = value
         if MASKED or not WHOLE:
-            deviation = tl.where(inside[d], deviation, 0.0)
-            low = tl.where(inside[d], low, float("inf"))
-            high = tl.where(inside[d], high, float("-inf"))
+            deviation = tl.where(inside, deviation, 0.0)
+            low = tl.where(inside, low, float("inf"))
+            high = tl.where(inside, high, float("-inf"))
         if MASKED:
-            count += inside[d].to(tl.int32)
+            count += inside.to(tl.int32)
         deviation = deviation.to(tl.float64)
         total += deviation
         squares = tl.fma(deviation, deviation, squares)
@@ -104,21 +124,21 @@ def moments_kernel(
     """
     program = tl.program_id(0)
     at = program.to(tl.int64) * (DEEP * WIDE)
-    value, inside = _load(x, valid, at, n, MASKED, WHOLE, DEEP, WIDE)
-    shift = _near_mean(value, inside, at, n, MASKED, DEEP, WIDE)
+    values, flags = _load(x, valid, at, n, MASKED, WHOLE, DEEP, WIDE)
+    shift = _near_mean(values, flags, at, n, MASKED, WHOLE, DEEP, WIDE)  # any number near the mean will do
     count = tl.zeros([WIDE], tl.int32)
     zero = tl.zeros([WIDE], tl.float64)
-    smallest = tl.full([WIDE], float("inf"), value[0].dtype)
-    largest = tl.full([WIDE], float("-inf"), value[0].dtype)
+    smallest = tl.full([WIDE], float("inf"), shift.dtype)
+    largest = tl.full([WIDE], float("-inf"), shift.dtype)
     sums = count, zero, zero, smallest, largest
     if SINGLE:
-        sums = _gathered(sums, value, inside, shift, MASKED, WHOLE, DEEP)
+        sums = _gathered(sums, values, flags, at, n, shift, MASKED, WHOLE, DEEP, WIDE)
     else:
         for start in range(at, n, stride):
             # The next tile is asked for before this one is worked on.
-            value_ahead, inside_ahead = _load(x, valid, start + stride, n, MASKED, WHOLE, DEEP, WIDE)
-            sums = _gathered(sums, value, inside, shift, MASKED, WHOLE, DEEP)
-            value, inside = value_ahead, inside_ahead
+            values_ahead, flags_ahead = _load(x, valid, start + stride, n, MASKED, WHOLE, DEEP, WIDE)
+            sums = _gathered(sums, values, flags, start, n, shift, MASKED, WHOLE, DEEP, WIDE)
+            values, flags = values_ahead, flags_ahead
     count, total, squares, smallest, largest = sums
     if MASKED:
         kept = tl.sum(count.to(tl.int64))
@@ -165,8 +185,9 @@ def _pooled(parts, n_parts, eps_high, eps_middle, eps_low, UNBIASED: tl.constexp
 
 @jit
 def _write(
-    y, value, inside, at, n, mean, scale, spreads,
-    WHOLE: tl.constexpr, NARROW: tl.constexpr, STREAM: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+    y, values, flags, at, n, mean, scale, spreads,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, NARROW: tl.constexpr, STREAM: tl.constexpr, DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The results of the tile at `at`."""
     MODIFIER: tl.constexpr = ".cs" if STREAM >= 1 else ""
@@ -175,13 +196,14 @@ def _write(
     low = (mean - high.to(tl.float64)).to(tl.float32)
     factor = scale.to(tl.float32)
     for d in tl.static_range(DEEP):
+        value, inside = _counted(values, flags, at, n, d, MASKED, WHOLE, WIDE)
         if NARROW:
-            normalized = ((value[d] - high) - low) * factor
+            normalized = ((value - high) - low) * factor
         else:
-            normalized = (value[d].to(tl.float64) - mean) * scale
-        normalized = tl.where(inside[d] & (i * 0 + spreads > 0), normalized, 0.0)
+            normalized = (value.to(tl.float64) - mean) * scale
         if y.dtype.element_ty != tl.float64:
             normalized = normalized.to(tl.float32)  # float64 does not convert to 16-bit floats at once
+        normalized = tl.where(inside & (i * 0 + spreads > 0), normalized, 0.0)
         here = i * 0 + at < n if WHOLE else i + d * WIDE < n - at
         tl.store(y + at + d * WIDE + i, normalized.to(y.dtype.element_ty), mask=here, cache_modifier=MODIFIER)
 
@@ -198,17 +220,17 @@ def normalize_kernel(
     tiles = (n - first + stride - 1) // stride
     at = first + (tiles - 1) * stride
     # Asked for before the parts are pooled.
-    value, inside = _load(x, valid, at, n, MASKED, WHOLE, DEEP, WIDE, STREAM >= 2)
+    values, flags = _load(x, valid, at, n, MASKED, WHOLE, DEEP, WIDE, STREAM >= 2)
     mean, scale, spreads = _pooled(parts, n_parts, eps_high, eps_middle, eps_low, UNBIASED, PARTS)
     if SINGLE:
-        _write(y, value, inside, at, n, mean, scale, spreads, WHOLE, NARROW, STREAM, DEEP, WIDE)
+        _write(y, values, flags, at, n, mean, scale, spreads, MASKED, WHOLE, NARROW, STREAM, DEEP, WIDE)
     else:
         for _ in range(0, tiles):
             before = at - stride
             there = tl.where(before < 0, n, before)  # before the first tile nothing is read
-            value_ahead, inside_ahead = _load(x, valid, there, n, MASKED, WHOLE, DEEP, WIDE, STREAM >= 2)
-            _write(y, value, inside, at, n, mean, scale, spreads, WHOLE, NARROW, STREAM, DEEP, WIDE)
-            value, inside = value_ahead, inside_ahead
+            values_ahead, flags_ahead = _load(x, valid, there, n, MASKED, WHOLE, DEEP, WIDE, STREAM >= 2)
+            _write(y, values, flags, at, n, mean, scale, spreads, MASKED, WHOLE, NARROW, STREAM, DEEP, WIDE)
+            values, flags = values_ahead, flags_ahead
             at = before
 
 
@@ -221,6 +243,8 @@ def normalize(x: torch.Tensor, valid: torch.Tensor | None, unbiased: bool, eps: 
     y = torch.empty_like(x)
     parts = torch.empty(_FIELDS.value, n_parts, dtype=torch.float64, device=x.device)
     masked = valid is not None
+    if valid is not None and valid.dtype == torch.bool:
+        valid = valid.view(torch.uint8)  # so that flags stay bytes until they are asked
     shared = {"x": x, "valid": valid if masked else x, "parts": parts, "n": n, "n_parts": n_parts, "MASKED": masked}
     shared |= {"DEEP": _DEEP, "WIDE": wide, "WHOLE": n % (_DEEP * wide) == 0}
     first = shared | {"SINGLE": n_parts == tiles, "stride": n_parts * _DEEP * wide}
