@@ -1,9 +1,13 @@
 """The kernels of `normalize_advantages` over all axes: moments of parts, then every element.
 
-Each program of the first kernel reduces its part of the elements to moments in float64, about the mean of its first
-tile, so that a mean far from zero costs nothing. Each program of the second pools all parts (Chan, Golub & LeVeque
-1983, eq. 1.5) in the same order, so that all have the same bits, and writes its part of the results.
+Each program of the first kernel reduces its tiles to moments in float64, about the mean of its first tile, so that a
+mean far from zero costs nothing. Each program of the second pools all parts (Chan, Golub & LeVeque 1983, eq. 1.5) in
+the same order, so that all have the same bits, and writes its tiles of the results. The programs take the tiles by
+turns, forward in the first kernel and backward in the second, which so begins with what the cache still holds.
 """
+
+# Kernels: tuples grow, only Triton runs them.
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -17,83 +21,158 @@ from rl_triton._direct import DirectKernel
 from rl_triton._launch import float_parts, on
 from rl_triton._triton import constant, interpreted, jit, tl, triton
 
-_DEEP, _WIDE, _WARPS = 4, 1024, 8  # a tile: each thread holds 4 runs of 4 neighbours
-_MAX_PARTS = 512  # about as many programs as an H200 runs at once
-_FIELDS = constant(6)  # of a part: count, mean, squares, smallest, largest, whether any is NaN
+# How either kernel is cut up: a thread holds `deep` runs of 4 neighbours of a tile. No more than so many programs.
+_DEEP, _WARPS = 4, 8
+_FIRST_PROGRAMS, _SECOND_PROGRAMS = 512, 512
+_STREAM = 1  # the cache is told: 1, that results are not read again; 2, nor the elements, after the second kernel
+_NARROW = False  # the second kernel computes in float32, unless the elements are float64
+_FIELDS = constant(5)  # of a part: count, mean, squares, smallest, largest
 
 
 @jit
-def _load(x, valid, at, stop, MASKED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr):
-    """[DEEP, WIDE] elements from `at`, 0 for those that do not count, where they lie, and which ones count."""
-    # Runs of 4 for every dtype: left to choose, Triton gives the bytes of a mask runs of 16, and moves data to match.
-    i = tl.max_contiguous(at + tl.arange(0, DEEP)[:, None] * WIDE + tl.arange(0, WIDE)[None, :], [1, 4])
-    inside = i < stop
-    value = tl.load(x + i, mask=inside, other=0.0)
-    if x.dtype.element_ty != tl.float64:
-        value = value.to(tl.float32)
+def _load(
+    x, valid, at, n, MASKED: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+    LAST: tl.constexpr = False,
+):  # fmt: skip
+    """DEEP times WIDE elements from `at`, and their flags, as they are stored; 0 beyond n, where nothing is read.
+    WHOLE: the elements consist of whole tiles. LAST: they are not read again."""
+    HINT: tl.constexpr = "evict_first" if LAST else ""
+    i = tl.arange(0, WIDE)
+    values = ()
+    flags = ()
+    for d in tl.static_range(DEEP):
+        here = i * 0 + at < n if WHOLE else i + d * WIDE < n - at
+        values = values + (tl.load(x + at + d * WIDE + i, mask=here, other=0.0, eviction_policy=HINT),)
+        if MASKED:
+            flags = flags + (tl.load(valid + at + d * WIDE + i, mask=here, other=0, eviction_policy=HINT),)
+    return values, flags
+
+
+@jit
+def _counted(
+    values, flags, at, n, d: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The d-th WIDE elements of the tile at `at`, in the arithmetic dtype, and which of them count."""
+    value = values[d]
+    i = tl.arange(0, WIDE)
+    # From flags, not from the mask of the load: what waits for its turn in registers had better not be booleans.
     if MASKED:
-        inside &= tl.load(valid + i, mask=inside, other=0) != 0
-    return tl.where(inside, value, 0.0), i, inside
+        inside = flags[d] != 0
+    elif WHOLE:
+        inside = i >= 0
+    else:
+        inside = i + d * WIDE < n - at
+    if value.dtype != tl.float64:
+        value = value.to(tl.float32)
+    return value, inside
+
+
+@jit
+def _near_mean(
+    values, flags, at, n, MASKED: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """About the mean of a tile's elements that count: each is divided first, so that their sum does not overflow."""
+    value, inside = _counted(values, flags, at, n, 0, MASKED, WHOLE, WIDE)
+    small = tl.where(inside, value, 0.0) * (1.0 / (DEEP * WIDE))
+    count = inside.to(tl.int32)
+    for d in tl.static_range(1, DEEP):
+        value, inside = _counted(values, flags, at, n, d, MASKED, WHOLE, WIDE)
+        small += tl.where(inside, value, 0.0) * (1.0 / (DEEP * WIDE))
+        count += inside.to(tl.int32)
+    if MASKED:
+        kept = tl.sum(count)
+    else:
+        kept = tl.minimum(n - at, DEEP * WIDE)
+    return tl.sum(small) * (DEEP * WIDE / tl.maximum(kept, 1).to(small.dtype))
+
+
+@jit
+def _gathered(
+    sums, values, flags, at, n, shift,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The sums of `moments_kernel` after the tile at `at`."""
+    count, total, squares, smallest, largest = sums
+    for d in tl.static_range(DEEP):
+        value, inside = _counted(values, flags, at, n, d, MASKED, WHOLE, WIDE)
+        deviation = value - shift
+        low = value
+        high = value
+        if MASKED or not WHOLE:
+            deviation = tl.where(inside, deviation, 0.0)
+            low = tl.where(inside, low, float("inf"))
+            high = tl.where(inside, high, float("-inf"))
+        if MASKED:
+            count += inside.to(tl.int32)
+        deviation = deviation.to(tl.float64)
+        total += deviation
+        squares = tl.fma(deviation, deviation, squares)
+        smallest = tl.minimum(smallest, low, propagate_nan=tl.PropagateNan.ALL)
+        largest = tl.maximum(largest, high)
+    return count, total, squares, smallest, largest
 
 
 @jit
 def moments_kernel(
-    x, valid, parts, n, share, MASKED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr
+    x, valid, parts, n, n_parts, stride,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, SINGLE: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Count, mean, sum of squared deviations, smallest, largest, any NaN: of each program's share of the elements."""
+    """Count, mean, sum of squared deviations, smallest, largest: of each program's tiles. (Any NaN makes the smallest
+    of all smallest and the largest of all largest: so it counts as spread, and stays visible.)
+
+    SINGLE: a program has one tile.
+    """
     program = tl.program_id(0)
-    start = program.to(tl.int64) * share
-    stop = tl.minimum(start + share, n)
-    value, _, inside = _load(x, valid, start, stop, MASKED, DEEP, WIDE)
-    shift = tl.sum(value.to(tl.float64)) / tl.maximum(tl.sum(inside.to(tl.int32)), 1).to(tl.float64)
-    shift = shift.to(value.dtype)  # any number near the mean will do
+    at = program.to(tl.int64) * (DEEP * WIDE)
+    values, flags = _load(x, valid, at, n, MASKED, WHOLE, DEEP, WIDE)
+    shift = _near_mean(values, flags, at, n, MASKED, WHOLE, DEEP, WIDE)  # any number near the mean will do
     count = tl.zeros([WIDE], tl.int32)
-    odd = tl.zeros([WIDE], tl.int32)
-    total = tl.zeros([WIDE], tl.float64)
-    squares = tl.zeros([WIDE], tl.float64)
-    smallest = tl.full([WIDE], float("inf"), value.dtype)
-    largest = tl.full([WIDE], float("-inf"), value.dtype)
-    for at in range(start, stop, DEEP * WIDE):
-        value, _, inside = _load(x, valid, at, stop, MASKED, DEEP, WIDE)
-        deviation = tl.where(inside, value - shift, 0.0).to(tl.float64)
-        count += tl.sum(inside.to(tl.int32), 0)
-        odd += tl.sum((value != value).to(tl.int32), 0)
-        total += tl.sum(deviation, 0)
-        squares += tl.sum(deviation * deviation, 0)
-        low = tl.where(inside, value, float("inf"))
-        high = tl.where(inside, value, float("-inf"))
-        smallest = tl.minimum(smallest, tl.min(low, 0))
-        largest = tl.maximum(largest, tl.max(high, 0))
-    kept = tl.sum(count.to(tl.int64)).to(tl.float64)
+    zero = tl.zeros([WIDE], tl.float64)
+    smallest = tl.full([WIDE], float("inf"), shift.dtype)
+    largest = tl.full([WIDE], float("-inf"), shift.dtype)
+    sums = count, zero, zero, smallest, largest
+    if SINGLE:
+        sums = _gathered(sums, values, flags, at, n, shift, MASKED, WHOLE, DEEP, WIDE)
+    else:
+        for start in range(at, n, stride):
+            # The next tile is asked for before this one is worked on.
+            values_ahead, flags_ahead = _load(x, valid, start + stride, n, MASKED, WHOLE, DEEP, WIDE)
+            sums = _gathered(sums, values, flags, start, n, shift, MASKED, WHOLE, DEEP, WIDE)
+            values, flags = values_ahead, flags_ahead
+    count, total, squares, smallest, largest = sums
+    if MASKED:
+        kept = tl.sum(count.to(tl.int64))
+    else:
+        # Of all tiles, each n_parts-th; the last one of all may be cut short.
+        tiles = (n - at + stride - 1) // stride
+        last = at + (tiles - 1) * stride
+        kept = (tiles - 1) * (DEEP * WIDE) + tl.minimum(n - last, DEEP * WIDE)
+    kept = kept.to(tl.float64)
     moved = tl.sum(total) / tl.maximum(kept, 1.0)
-    part = parts + program * _FIELDS
+    odd = tl.max((smallest != smallest).to(tl.int32)) != 0
+    part = parts + program
     tl.store(part, kept)
-    tl.store(part + 1, shift.to(tl.float64) + moved)
-    tl.store(part + 2, tl.sum(squares) - moved * moved * kept)
-    tl.store(part + 3, tl.min(smallest).to(tl.float64))
-    tl.store(part + 4, tl.max(largest).to(tl.float64))
-    tl.store(part + 5, tl.max(odd).to(tl.float64))
+    tl.store(part + n_parts, shift.to(tl.float64) + moved)
+    tl.store(part + 2 * n_parts, tl.sum(squares) - moved * moved * kept)
+    tl.store(part + 3 * n_parts, tl.where(odd, float("-inf"), tl.min(smallest).to(tl.float64)))
+    tl.store(part + 4 * n_parts, tl.where(odd, float("inf"), tl.max(largest).to(tl.float64)))
 
 
 @jit
-def normalize_kernel(
-    x, valid, parts, y, n, share, n_parts, eps_high, eps_middle, eps_low,
-    UNBIASED: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """(x - mean) / (std + eps) of each valid element, 0 of the others and where there is no spread."""
+def _pooled(parts, n_parts, eps_high, eps_middle, eps_low, UNBIASED: tl.constexpr, PARTS: tl.constexpr):
+    """Of all parts together: the mean, 1 / (std + eps), and whether there is spread."""
     number = tl.arange(0, PARTS)
     there = number < n_parts
-    part = parts + number * _FIELDS
+    part = parts + number
     count = tl.load(part, mask=there, other=0.0)
-    own_mean = tl.load(part + 1, mask=there, other=0.0)
-    own_squares = tl.load(part + 2, mask=there, other=0.0)
+    own_mean = tl.load(part + n_parts, mask=there, other=0.0)
+    own_squares = tl.load(part + 2 * n_parts, mask=there, other=0.0)
+    smallest = tl.load(part + 3 * n_parts, mask=there, other=float("inf"))
+    largest = tl.load(part + 4 * n_parts, mask=there, other=float("-inf"))
     kept = tl.sum(count)
     mean = tl.sum(count * own_mean) / tl.maximum(kept, 1.0)
     apart = own_mean - mean
     squares = tl.sum(own_squares + tl.where(count > 0, count * apart * apart, 0.0))
-    smallest = tl.min(tl.load(part + 3, mask=there, other=float("inf")))
-    largest = tl.max(tl.load(part + 4, mask=there, other=float("-inf")))
-    odd = tl.max(tl.load(part + 5, mask=there, other=0.0))
     if UNBIASED:
         variance = squares / (kept - 1.0)
     else:
@@ -101,38 +180,84 @@ def normalize_kernel(
     zero = kept * 0.0  # so that the parts of eps, float32 each, add up in float64
     eps = zero + eps_high + eps_middle + eps_low
     scale = 1.0 / (tl.sqrt(tl.where(variance < 0, 0.0, variance)) + eps)
-    spread = tl.maximum(largest - smallest, odd)  # NaN counts as spread, so that it stays visible
+    return mean, scale, tl.where(tl.max(largest) > tl.min(smallest), 1, 0)
 
-    start = tl.program_id(0).to(tl.int64) * share
-    stop = tl.minimum(start + share, n)
-    spreads = tl.zeros([DEEP, WIDE], tl.float64) + spread > 0
-    for at in range(start, stop, DEEP * WIDE):
-        value, i, inside = _load(x, valid, at, stop, MASKED, DEEP, WIDE)
-        normalized = tl.where(inside & spreads, (value.to(tl.float64) - mean) * scale, 0.0)
+
+@jit
+def _write(
+    y, values, flags, at, n, mean, scale, spreads,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, NARROW: tl.constexpr, STREAM: tl.constexpr, DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """The results of the tile at `at`."""
+    MODIFIER: tl.constexpr = ".cs" if STREAM >= 1 else ""
+    i = tl.arange(0, WIDE)
+    high = mean.to(tl.float32)
+    low = (mean - high.to(tl.float64)).to(tl.float32)
+    factor = scale.to(tl.float32)
+    for d in tl.static_range(DEEP):
+        value, inside = _counted(values, flags, at, n, d, MASKED, WHOLE, WIDE)
+        if NARROW:
+            normalized = ((value - high) - low) * factor
+        else:
+            normalized = (value.to(tl.float64) - mean) * scale
         if y.dtype.element_ty != tl.float64:
             normalized = normalized.to(tl.float32)  # float64 does not convert to 16-bit floats at once
-        tl.store(y + i, normalized.to(y.dtype.element_ty), mask=i < stop)
+        normalized = tl.where(inside & (i * 0 + spreads > 0), normalized, 0.0)
+        here = i * 0 + at < n if WHOLE else i + d * WIDE < n - at
+        tl.store(y + at + d * WIDE + i, normalized.to(y.dtype.element_ty), mask=here, cache_modifier=MODIFIER)
+
+
+@jit
+def normalize_kernel(
+    x, valid, parts, y, n, n_parts, n_programs, stride, eps_high, eps_middle, eps_low, UNBIASED: tl.constexpr,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, SINGLE: tl.constexpr, NARROW: tl.constexpr, STREAM: tl.constexpr,
+    PARTS: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(x - mean) / (std + eps) of each valid element, 0 of the others and where there is no spread."""
+    program = n_programs - 1 - tl.program_id(0)
+    first = program.to(tl.int64) * (DEEP * WIDE)
+    tiles = (n - first + stride - 1) // stride
+    at = first + (tiles - 1) * stride
+    # Asked for before the parts are pooled.
+    values, flags = _load(x, valid, at, n, MASKED, WHOLE, DEEP, WIDE, STREAM >= 2)
+    mean, scale, spreads = _pooled(parts, n_parts, eps_high, eps_middle, eps_low, UNBIASED, PARTS)
+    if SINGLE:
+        _write(y, values, flags, at, n, mean, scale, spreads, MASKED, WHOLE, NARROW, STREAM, DEEP, WIDE)
+    else:
+        for _ in range(0, tiles):
+            before = at - stride
+            there = tl.where(before < 0, n, before)  # before the first tile nothing is read
+            values_ahead, flags_ahead = _load(x, valid, there, n, MASKED, WHOLE, DEEP, WIDE, STREAM >= 2)
+            _write(y, values, flags, at, n, mean, scale, spreads, MASKED, WHOLE, NARROW, STREAM, DEEP, WIDE)
+            values, flags = values_ahead, flags_ahead
+            at = before
 
 
 def normalize(x: torch.Tensor, valid: torch.Tensor | None, unbiased: bool, eps: float) -> torch.Tensor:
     """normalize_advantages of elements that fill their memory, in one order in both tensors."""
     n = x.numel()
-    tiles = triton.cdiv(n, _DEEP * _WIDE)
-    n_parts = min(_MAX_PARTS, tiles)
-    share = triton.cdiv(tiles, n_parts) * _DEEP * _WIDE
+    wide = 128 * _WARPS
+    tiles = triton.cdiv(n, _DEEP * wide)
+    n_parts, n_programs = min(_FIRST_PROGRAMS, tiles), min(_SECOND_PROGRAMS, tiles)
     y = torch.empty_like(x)
-    parts = torch.empty(n_parts, _FIELDS.value, dtype=torch.float64, device=x.device)
+    parts = torch.empty(_FIELDS.value, n_parts, dtype=torch.float64, device=x.device)
     masked = valid is not None
-    shared = {"x": x, "valid": valid if masked else x, "parts": parts, "n": n, "share": share, "MASKED": masked}
-    shared |= {"DEEP": _DEEP, "WIDE": _WIDE}
+    if valid is not None and valid.dtype == torch.bool:
+        valid = valid.view(torch.uint8)  # so that flags stay bytes until they are asked
+    shared = {"x": x, "valid": valid if masked else x, "parts": parts, "n": n, "n_parts": n_parts, "MASKED": masked}
+    shared |= {"DEEP": _DEEP, "WIDE": wide, "WHOLE": n % (_DEEP * wide) == 0}
+    first = shared | {"SINGLE": n_parts == tiles, "stride": n_parts * _DEEP * wide}
     high, middle, low = float_parts(eps)
-    second = {"y": y, "n_parts": n_parts, "eps_high": high, "eps_middle": middle, "eps_low": low}
-    second |= {"UNBIASED": unbiased, "PARTS": triton.next_power_of_2(n_parts)}
+    second = shared | {"y": y, "n_programs": n_programs, "eps_high": high, "eps_middle": middle, "eps_low": low}
+    second |= {"NARROW": _NARROW and x.dtype != torch.float64, "STREAM": _STREAM}
+    second |= {"UNBIASED": unbiased, "PARTS": triton.next_power_of_2(n_parts), "SINGLE": n_programs == tiles}
+    second |= {"stride": n_programs * _DEEP * wide}
     prepared: list[Any] = []
     with on(x.device):
-        for kernel, arguments in ((moments_kernel, shared), (normalize_kernel, shared | second)):
-            launched = kernel[(n_parts,)](**arguments, num_warps=_WARPS, enable_fp_fusion=False)
-            prepared.append(functools.partial(DirectKernel, launched, arguments, n_parts, x.device))
+        for kernel, arguments, blocks in ((moments_kernel, first, n_parts), (normalize_kernel, second, n_programs)):
+            launched = kernel[(blocks,)](**arguments, num_warps=_WARPS, enable_fp_fusion=False)
+            prepared.append(functools.partial(DirectKernel, launched, arguments, blocks, x.device))
     if not interpreted(moments_kernel):
         _plan.record(_plan.Launch((y,), (parts,), tuple(prepared)))
     return y

@@ -1,16 +1,161 @@
 """The n-step window: each step looks n transitions ahead, or up to the end of its episode or of the window.
 
-It is no recurrence, so it has a kernel of its own beside the scan: a tile of steps walks ahead together, one row at a
-time, by the boundary rules of boundaries.py. Its reads overlap, so all but the first come from the cache; the work is
-n operations a step.
+It is no recurrence over time, so it has kernels of its own beside the scan. The work is n operations a step.
+
+`near_kernel` is for windows of a few steps: as in the scan a thread holds a chunk of consecutive steps, here with the n
+steps behind it, and works out each of its results in registers, backward from the value that it ends on.
+`window_kernel` is for longer ones, and for rows that are no transition, where nobody knows how far n transitions reach:
+a tile of steps walks ahead together, one row at a time, and all reads but the first come from the cache.
 """
+
+# Kernels: tuples grow, only Triton runs them.
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
 from rl_triton._scan import product
-from rl_triton._tile import PLAIN, address, float_factor, load, load_flag, load_row, scaled
+from rl_triton._tile import (
+    PLAIN,
+    address,
+    float_factor,
+    load,
+    load_flag,
+    load_row,
+    scaled,
+    steps_from,
+    store_steps,
+    unstacked,
+    wide_steps,
+    within,
+)
 from rl_triton._triton import jit, tl
 from rl_triton.boundaries import flagged
+
+NEAR = 16  # so many steps at most does `near_kernel` look ahead: each costs a thread about four registers
+
+
+@jit
+def _steps_ahead(
+    operand, sizes, rows, row_mask, start, T, FIRST: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr, DIMS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """`load_steps` of COUNT steps from the FIRST-th of a chunk on, which reach into the chunks after it."""
+    steps = ()
+    if AXIS == 1:
+        WIDTH: tl.constexpr = STEPS if STEPS < 4 else 4
+        BEFORE: tl.constexpr = FIRST // WIDTH
+        for part in tl.static_range(BEFORE, (FIRST + COUNT + WIDTH - 1) // WIDTH):
+            t = wide_steps(start + part * WIDTH, 0, CHUNKS, STEPS, WIDTH)
+            mask = within(row_mask, t, T, WHOLE and part * WIDTH < STEPS)
+            x = tl.load(address(operand, sizes, rows, t, DIMS), mask=mask, other=0)
+            if x.dtype == tl.int1:
+                x = x.to(tl.int8)
+            steps = steps + unstacked(x, ROWS, CHUNKS, WIDTH)
+        wanted = ()
+        for s in tl.static_range(COUNT):
+            wanted = wanted + (steps[FIRST - BEFORE * WIDTH + s],)
+        steps = wanted
+    else:
+        t = steps_from(start, False, CHUNKS, STEPS, AXIS)
+        pointers = address(operand, sizes, rows, t + FIRST, DIMS)
+        for s in tl.static_range(FIRST, FIRST + COUNT):
+            steps = steps + (tl.load(pointers, mask=within(row_mask, t + s, T, WHOLE and s < STEPS), other=0),)
+            pointers += operand[1]
+    return steps
+
+
+@jit
+def near_kernel(
+    inputs,
+    factors,
+    boundary,
+    outputs,
+    sizes,
+    n_rows,
+    T,
+    START: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INDEX: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """G[t] of `window_kernel` for n = N where every row is a transition, by recursion over the horizon:
+
+    G_0[t] = V(s[t]), and G_k[t] = r[t] + γ[t] (what lies beyond a cut or the edge, else G_{k-1}[t+1]).
+
+    WHOLE: the window consists of whole tiles.
+    """
+    SPAN: tl.constexpr = CHUNKS * STEPS
+    blocks = tl.cdiv(T, SPAN)
+    program = tl.program_id(0).to(INDEX)
+    rows = program // blocks * ROWS + tl.expand_dims(tl.arange(0, ROWS), AXIS)
+    row_mask = rows == rows if WHOLE else rows < n_rows
+    start = program % blocks * SPAN
+    t = steps_from(start, False, CHUNKS, STEPS, AXIS)
+    tile_mask = row_mask & (t >= 0)
+
+    # The steps that a chunk's results are made of: its own, and those that the last of them looks ahead to.
+    COUNT: tl.constexpr = STEPS + N - 1
+    rewards = _steps_ahead(inputs[0], sizes, rows, row_mask, start, T, 0, COUNT, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE)
+    flags = _steps_ahead(
+        boundary[1], sizes, rows, row_mask, start, T, 1 if START else 0, COUNT, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
+    )  # fmt: skip
+    cuts = flags
+    if boundary[2] is not None:
+        cuts = _steps_ahead(
+            boundary[2], sizes, rows, row_mask, start, T, 0, COUNT, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
+        )
+    gammas = rewards
+    if factors[0][0] is not None:
+        gammas = _steps_ahead(
+            factors[0][0], sizes, rows, row_mask, start, T, 0, COUNT, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
+        )
+    if boundary[4] is None:
+        values = _steps_ahead(
+            boundary[5], sizes, rows, row_mask, start, T, N, STEPS, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
+        )
+        edge_value = load_row(boundary[0], sizes, rows, tile_mask, DIMS, DTYPE)
+    else:
+        values = _steps_ahead(
+            boundary[4], sizes, rows, row_mask, start, T, N - 1, STEPS, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
+        )
+        edge_value = load(boundary[4], sizes, rows, t * 0 + (T - 1), tile_mask, DIMS, DTYPE)
+    if START:
+        last_done = load_flag(boundary[6], sizes, rows, tl.where(tile_mask, 0, 0), tile_mask, DIMS)
+
+    # Of each step: γ, the reward, whether the look ahead stops here, and the result if so. A γ of 0 stops it too.
+    factor = ()
+    reward = ()
+    stops = ()
+    stopped = ()
+    for s in tl.static_range(COUNT):
+        ended = flags[s] != 0
+        # The edge of a window of whole tiles is a chunk's last step.
+        at_edge = t != t if WHOLE and s % STEPS < STEPS - 1 else t + s == T - 1
+        if START:
+            ended = ended | (last_done & at_edge)
+        carries, beyond = flagged(boundary, ended, cuts[s] != 0, sizes, rows, t + s, PLAIN, DIMS, DTYPE)
+        if factors[0][0] is not None:
+            gamma = gammas[s].to(DTYPE)
+        else:
+            gamma = float_factor(factors[0][1], DTYPE)
+        factor = factor + (gamma,)
+        reward = reward + (rewards[s].to(DTYPE),)
+        stops = stops + (carries | at_edge | (gamma == 0.0),)
+        stopped = stopped + (reward[s] + scaled(gamma, tl.where(carries, beyond, edge_value)),)
+
+    results = ()
+    for s in tl.static_range(STEPS):
+        result = values[s].to(DTYPE)
+        for k in tl.static_range(s + N - 1, s - 1, -1):
+            result = tl.where(stops[k], stopped[k], tl.fma(factor[k], result, reward[k]))
+        results = results + (result,)
+    store_steps(outputs[0], results, sizes, rows, row_mask, start, T, False, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE)
 
 
 @jit

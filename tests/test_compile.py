@@ -36,6 +36,7 @@ class Compiling:
         return lambda *args, **kwargs: compiled.append(self.kernel.warmup(*args, grid=grid, **kwargs))
 
 _scan.scan_kernel = Compiling(_scan.scan_kernel)
+_window.near_kernel = Compiling(_window.near_kernel)
 _window.window_kernel = Compiling(_window.window_kernel)
 _moments.moments_kernel = Compiling(_moments.moments_kernel)
 _moments.normalize_kernel = Compiling(_moments.normalize_kernel)

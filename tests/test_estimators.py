@@ -119,7 +119,7 @@ def draw_td_lambda(data, tensors, options, dtype):
 def draw_n_step(data, tensors, options, dtype):
     if "next_values" in tensors and data.draw(st.booleans()):
         tensors["values"] = None
-    options["n"] = data.draw(st.sampled_from([1, 2, 3, 5, 20, 50]))
+    options["n"] = data.draw(st.sampled_from([1, 2, 3, 5, 16, 17, 20, 50]))
 
 
 OPS = [
