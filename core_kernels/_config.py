@@ -79,6 +79,16 @@ def choose(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
     return dataclasses.replace(config, parts=max(1, min(parts, tiles // 2, _MAX_PARTS)))
 
 
+@functools.cache
+def choose_near(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
+    """`choose` for windows of a few steps, where a tile is a program of its own."""
+    if not rows_adjacent or n_rows < 2048:
+        return choose(n_rows, n_steps, rows_adjacent)
+    steps = min(8, _power_of_two_at_least(n_steps))
+    chunks = min(2, _power_of_two_at_least(-(-n_steps // steps)))
+    return LaunchConfig(64, chunks, steps, axis=0, num_warps=chunks)
+
+
 def _by_rows(n_rows: int, n_steps: int) -> LaunchConfig:
     if n_rows >= 49152:
         rows, chunks, steps = 32, 1, 8

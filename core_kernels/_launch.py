@@ -116,14 +116,15 @@ def run(problem: Problem) -> None:
     )
     first = next(y for y in layout.groups[4] if y is not None)
     rows_adjacent = first.row_strides[0] == 1 and first.time_stride != 1
-    config = _config.forced() or _config.choose(layout.n_rows, layout.n_steps, rows_adjacent)
+    near = problem.window is not None and problem.window <= _window.NEAR and valid is None
+    choose = _config.choose_near if near else _config.choose
+    config = _config.forced() or choose(layout.n_rows, layout.n_steps, rows_adjacent)
     # Triton 3.6 forgets constants (strides of 1) in the inner tuples of a tuple, and 3.5 refuses a tuple of tuples of
     # one kind, unless a constant of its own follows them.
     arguments: dict[str, Any] = {
         "inputs": (*inputs, None),
         "factors": (*factors, None),
         "boundary": (*boundary, None),
-        "valid_flags": valid,
         "outputs": (*outputs, None),
         "sizes": layout.sizes,
         "n_rows": layout.n_rows,
@@ -135,15 +136,22 @@ def run(problem: Problem) -> None:
         "ROWS": config.rows,
     }
     blocks = triton.cdiv(layout.n_rows, config.rows)
+    tile = {"CHUNKS": config.chunks, "STEPS": config.steps, "AXIS": config.axis}
+    tile["WHOLE"] = layout.n_rows % config.rows == 0 and layout.n_steps % (config.chunks * config.steps) == 0
     if problem.window is not None:
-        kernel = _window.window_kernel
         time = config.chunks * config.steps
         blocks *= triton.cdiv(layout.n_steps, time)
-        arguments |= {"n": problem.window, "TIME": time}
+        if near:
+            kernel = _window.near_kernel
+            arguments |= tile | {"N": problem.window}
+        else:
+            kernel = _window.window_kernel
+            arguments |= {"valid_flags": valid, "n": problem.window, "TIME": time}
     else:
         kernel = _scan.scan_kernel
         fetch_kernel, rules_kernel = _BOUNDARY_KERNELS[type(bounds)]
-        arguments |= {
+        arguments |= tile | {
+            "valid_flags": valid,
             "initial": (*initial, None),
             "final": (*final, None),
             "COEFFICIENTS": algorithm.coefficients.kernel,
@@ -164,11 +172,7 @@ def run(problem: Problem) -> None:
             "N_STEPWISE": next(
                 (i for i, y in enumerate(problem.outputs) if _per_row(y, problem)), len(problem.outputs)
             ),
-            "CHUNKS": config.chunks,
-            "STEPS": config.steps,
-            "AXIS": config.axis,
             "PREFETCH": config.prefetch,
-            "WHOLE": layout.n_rows % config.rows == 0 and layout.n_steps % (config.chunks * config.steps) == 0,
         }
     device = problem.written[0].device
     scratch: tuple[torch.Tensor, ...] = ()

@@ -6,9 +6,6 @@ the same order, so that all have the same bits, and writes its tiles of the resu
 turns, forward in the first kernel and backward in the second, which so begins with what the cache still holds.
 """
 
-# Kernels: tuples grow, only Triton runs them.
-# mypy: disable-error-code="assignment"
-
 from __future__ import annotations
 
 import functools
@@ -24,27 +21,23 @@ from rl_triton._triton import constant, interpreted, jit, tl, triton
 # How either kernel is cut up: a thread holds `deep` runs of 4 neighbours of a tile. No more than so many programs.
 _DEEP, _WARPS = 4, 8
 _FIRST_PROGRAMS, _SECOND_PROGRAMS = 512, 512
-_STREAM = 1  # the cache is told: 1, that results are not read again; 2, nor the elements, after the second kernel
-_NARROW = False  # the second kernel computes in float32, unless the elements are float64
 _FIELDS = constant(5)  # of a part: count, mean, squares, smallest, largest
 
 
 @jit
 def _load(
-    x, valid, at, n, MASKED: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
-    LAST: tl.constexpr = False,
+    x, valid, at, n, MASKED: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """DEEP times WIDE elements from `at`, and their flags, as they are stored; 0 beyond n, where nothing is read.
-    WHOLE: the elements consist of whole tiles. LAST: they are not read again."""
-    HINT: tl.constexpr = "evict_first" if LAST else ""
+    WHOLE: the elements consist of whole tiles."""
     i = tl.arange(0, WIDE)
     values = ()
     flags = ()
     for d in tl.static_range(DEEP):
         here = i * 0 + at < n if WHOLE else i + d * WIDE < n - at
-        values = values + (tl.load(x + at + d * WIDE + i, mask=here, other=0.0, eviction_policy=HINT),)
+        values = values + (tl.load(x + at + d * WIDE + i, mask=here, other=0.0),)
         if MASKED:
-            flags = flags + (tl.load(valid + at + d * WIDE + i, mask=here, other=0, eviction_policy=HINT),)
+            flags = flags + (tl.load(valid + at + d * WIDE + i, mask=here, other=0),)
     return values, flags
 
 
@@ -186,33 +179,25 @@ def _pooled(parts, n_parts, eps_high, eps_middle, eps_low, UNBIASED: tl.constexp
 @jit
 def _write(
     y, values, flags, at, n, mean, scale, spreads,
-    MASKED: tl.constexpr, WHOLE: tl.constexpr, NARROW: tl.constexpr, STREAM: tl.constexpr, DEEP: tl.constexpr,
-    WIDE: tl.constexpr,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The results of the tile at `at`."""
-    MODIFIER: tl.constexpr = ".cs" if STREAM >= 1 else ""
+    """The results of the tile at `at`, past the cache: nobody reads them again here."""
     i = tl.arange(0, WIDE)
-    high = mean.to(tl.float32)
-    low = (mean - high.to(tl.float64)).to(tl.float32)
-    factor = scale.to(tl.float32)
     for d in tl.static_range(DEEP):
         value, inside = _counted(values, flags, at, n, d, MASKED, WHOLE, WIDE)
-        if NARROW:
-            normalized = ((value - high) - low) * factor
-        else:
-            normalized = (value.to(tl.float64) - mean) * scale
+        normalized = (value.to(tl.float64) - mean) * scale
         if y.dtype.element_ty != tl.float64:
             normalized = normalized.to(tl.float32)  # float64 does not convert to 16-bit floats at once
         normalized = tl.where(inside & (i * 0 + spreads > 0), normalized, 0.0)
         here = i * 0 + at < n if WHOLE else i + d * WIDE < n - at
-        tl.store(y + at + d * WIDE + i, normalized.to(y.dtype.element_ty), mask=here, cache_modifier=MODIFIER)
+        tl.store(y + at + d * WIDE + i, normalized.to(y.dtype.element_ty), mask=here, cache_modifier=".cs")
 
 
 @jit
 def normalize_kernel(
     x, valid, parts, y, n, n_parts, n_programs, stride, eps_high, eps_middle, eps_low, UNBIASED: tl.constexpr,
-    MASKED: tl.constexpr, WHOLE: tl.constexpr, SINGLE: tl.constexpr, NARROW: tl.constexpr, STREAM: tl.constexpr,
-    PARTS: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, SINGLE: tl.constexpr, PARTS: tl.constexpr, DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """(x - mean) / (std + eps) of each valid element, 0 of the others and where there is no spread."""
     program = n_programs - 1 - tl.program_id(0)
@@ -220,16 +205,16 @@ def normalize_kernel(
     tiles = (n - first + stride - 1) // stride
     at = first + (tiles - 1) * stride
     # Asked for before the parts are pooled.
-    values, flags = _load(x, valid, at, n, MASKED, WHOLE, DEEP, WIDE, STREAM >= 2)
+    values, flags = _load(x, valid, at, n, MASKED, WHOLE, DEEP, WIDE)
     mean, scale, spreads = _pooled(parts, n_parts, eps_high, eps_middle, eps_low, UNBIASED, PARTS)
     if SINGLE:
-        _write(y, values, flags, at, n, mean, scale, spreads, MASKED, WHOLE, NARROW, STREAM, DEEP, WIDE)
+        _write(y, values, flags, at, n, mean, scale, spreads, MASKED, WHOLE, DEEP, WIDE)
     else:
         for _ in range(0, tiles):
             before = at - stride
             there = tl.where(before < 0, n, before)  # before the first tile nothing is read
-            values_ahead, flags_ahead = _load(x, valid, there, n, MASKED, WHOLE, DEEP, WIDE, STREAM >= 2)
-            _write(y, values, flags, at, n, mean, scale, spreads, MASKED, WHOLE, NARROW, STREAM, DEEP, WIDE)
+            values_ahead, flags_ahead = _load(x, valid, there, n, MASKED, WHOLE, DEEP, WIDE)
+            _write(y, values, flags, at, n, mean, scale, spreads, MASKED, WHOLE, DEEP, WIDE)
             values, flags = values_ahead, flags_ahead
             at = before
 
@@ -250,7 +235,6 @@ def normalize(x: torch.Tensor, valid: torch.Tensor | None, unbiased: bool, eps: 
     first = shared | {"SINGLE": n_parts == tiles, "stride": n_parts * _DEEP * wide}
     high, middle, low = float_parts(eps)
     second = shared | {"y": y, "n_programs": n_programs, "eps_high": high, "eps_middle": middle, "eps_low": low}
-    second |= {"NARROW": _NARROW and x.dtype != torch.float64, "STREAM": _STREAM}
     second |= {"UNBIASED": unbiased, "PARTS": triton.next_power_of_2(n_parts), "SINGLE": n_programs == tiles}
     second |= {"stride": n_programs * _DEEP * wide}
     prepared: list[Any] = []

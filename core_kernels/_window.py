@@ -8,9 +8,6 @@ steps behind it, and works out each of its results in registers, backward from t
 a tile of steps walks ahead together, one row at a time, and all reads but the first come from the cache.
 """
 
-# Kernels: tuples grow, only Triton runs them.
-# mypy: disable-error-code="assignment"
-
 from __future__ import annotations
 
 from rl_triton._scan import product
