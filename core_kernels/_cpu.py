@@ -9,6 +9,7 @@ plain loop's bits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -318,6 +319,27 @@ class PlannedLoop:
         table = np.array([places[i] + at for i, at in self.slots], np.int64)
         self.loop(*self.arguments, table)
         return True
+
+
+def kept_loop(call: Callable[[], Any], tensors: list[torch.Tensor]) -> PlannedLoop | None:
+    """Make a call of an operation's ordinary path on CPU tensors and keep its loop; None where that cannot be kept.
+
+    For whoever calls with the same options and layouts again and again, and makes sure of that: the loop checks
+    nothing. It is called with the addresses of `tensors`, which are all that the call reads and writes.
+    """
+    launches: list[Any] = []
+    token = _plan._recorder.set(launches)
+    try:
+        call()
+    finally:
+        _plan._recorder.reset(token)
+    places = _plan.Places(tensors, [], [])
+    try:
+        ((prepare,),) = (launch.prepare for launch in launches)
+        loop = prepare(places)
+    except _plan._NO_PLAN:
+        return None
+    return None if places.ties else loop
 
 
 def run(problem: Problem) -> None:
