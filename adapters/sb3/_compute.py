@@ -14,9 +14,9 @@ import rl_triton as rlt
 from rl_triton.adapters.sb3._kept import addresses_of, kind_of
 from rl_triton.adapters.sb3._screen import CLEAN, FLAGS, screen
 
-SHORT = 3
+SHORT = 2
 """Rollouts of fewer steps are left to Stable-Baselines3 if they are also small: its loop costs about 4 us a step beside
-another 4 us, our call 12 us however short. 0 serves all."""
+another 4 us, our call 12 us however short, and leaving it to that loop some 3 us. 0 serves all."""
 SMALL = 65536
 """Elements, steps times environments, from which on a short rollout is served all the same."""
 
