@@ -9,6 +9,7 @@ plain loop's bits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,7 @@ from rl_triton._cpu_forms import (
     bound,
     coefficients_of,
     flagged_row,
-    get_kind,
-    get_state,
-    get_target,
-    get_value,
     index,
-    index_each,
     is_valid,
     keep_kind,
     keep_target,
@@ -40,8 +36,6 @@ from rl_triton._cpu_forms import (
     load_each,
     load_factors,
     outputs_of,
-    put_state,
-    put_value,
     reads_next_values,
     store_each,
     tag_of,
@@ -81,22 +75,22 @@ def _walk(
                 for j in range(width):
                     i = first + j
                     valid, cut, v_next, v_follow, reset, reset_value, kind_before, value_before = bound(
-                        boundary, o, i, t, flag_t, at_edge, at_end, get_kind(kind, j), get_value(value, j), closed, zero
+                        boundary, o, i, t, flag_t, at_edge, at_end, kind[j], value[j], closed, zero
                     )
                     keep_kind(boundary, kind, j, kind_before)
-                    put_value(value, j, value_before)
+                    value[j] = value_before
                     x = load_each(valid, inputs, o, i, t, zero)
                     f = load_factors(factors, o, i, t, one)
                     a, b = coefficients_of(algorithm, x, v_next, cut, f)
-                    state_next, target_next = get_state(state, j), get_target(target, j)
+                    state_next, target_next = state[j], target[j]
                     scanned = where(cut | (b == 0), a, a + b * state_next)
                     ahead = (v_next, v_follow, cut, state_next, target_next)
                     results = outputs_of(algorithm, x, scanned, ahead, f)
-                    store_each(outputs, index_each(outputs, o, i, t), where_each(valid, results, zeros))
+                    store_each(outputs, o, i, t, where_each(valid, results, zeros))
                     follows = target_of(algorithm, x, v_next, cut, state_next, f)
                     keep_target(algorithm, target, j, where(valid, follows, where(reset, reset_value, target_next)))
                     beyond = beyond_of(algorithm, reset_value, zero)
-                    put_state(state, j, where(valid, scanned, where(reset, beyond, state_next)))
+                    state[j] = where(valid, scanned, where(reset, beyond, state_next))
             for j in range(width):
                 final[0][0][index(final[0], o, first + j, 0)] = state[j]
                 final[1][0][index(final[1], o, first + j, 0)] = target[j]
@@ -147,7 +141,7 @@ def _look_ahead(shift, n, inputs, factors, boundary, outputs, zero, one, sizes):
             for t in range(n_steps):
                 total, discount, v_beyond, count = zero, one, edge, 0
                 if not is_valid(boundary, o, i, t):
-                    store_each(outputs, index_each(outputs, o, i, t), zeros)
+                    store_each(outputs, o, i, t, zeros)
                     continue
                 for ahead in range(t, n_steps):
                     at_edge = ahead == n_steps - 1
@@ -318,6 +312,27 @@ class PlannedLoop:
         table = np.array([places[i] + at for i, at in self.slots], np.int64)
         self.loop(*self.arguments, table)
         return True
+
+
+def kept_loop(call: Callable[[], Any], tensors: list[torch.Tensor]) -> PlannedLoop | None:
+    """Make a call of an operation's ordinary path on CPU tensors and keep its loop; None where that cannot be kept.
+
+    For whoever calls with the same options and layouts again and again, and makes sure of that: the loop checks
+    nothing. It is called with the addresses of `tensors`, which are all that the call reads and writes.
+    """
+    launches: list[Any] = []
+    token = _plan._recorder.set(launches)
+    try:
+        call()
+    finally:
+        _plan._recorder.reset(token)
+    places = _plan.Places(tensors, [], [])
+    try:
+        ((prepare,),) = (launch.prepare for launch in launches)
+        loop = prepare(places)
+    except _plan._NO_PLAN:
+        return None
+    return None if places.ties else loop
 
 
 def run(problem: Problem) -> None:

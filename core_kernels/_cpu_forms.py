@@ -215,110 +215,58 @@ def read(typing_context, pointer, at):
     return pointer.dtype(pointer, types.intp), codegen
 
 
-# Memory that the loop writes to: that of the rows' states, and after it that of each result. None shares any with
-# another, and the compiler is told so, since it checks no more than a few pairs for itself before it works on several
-# rows at once. It forgets who is who where it inlines a function, so all that writes is an intrinsic.
-_STATE, _TARGET, _VALUE, _KIND, _RESULTS = range(5)
-_MOST_RESULTS = 4
-
-
-def _apart(builder: Any, access: Any, place: int) -> Any:
-    """A load or store of one of these places, which touches none of the others."""
-    module = builder.module
-    domain = module.add_metadata(["rl_triton"])
-    places = [module.add_metadata([f"place {i}", domain]) for i in range(_RESULTS + _MOST_RESULTS)]
-    access.set_metadata("alias.scope", module.add_metadata([places[place]]))
-    access.set_metadata("noalias", module.add_metadata([other for i, other in enumerate(places) if i != place]))
-    return access
-
-
-def _kept(place: int) -> tuple[Any, Any]:
-    """Intrinsics that read and write an entry of memory that the loop keeps from step to step."""
-
-    @intrinsic
-    def get(typing_context, pointer, at):
-        def codegen(context, builder, signature, arguments):
-            loaded = _apart(builder, builder.load(builder.gep(arguments[0], [arguments[1]], inbounds=True)), place)
-            return context.data_model_manager[signature.return_type].from_data(builder, loaded)
-
-        return pointer.dtype(pointer, types.intp), codegen
-
-    @intrinsic
-    def put(typing_context, pointer, at, x):
-        def codegen(context, builder, signature, arguments):
-            _put(context, builder, place, signature.args[0].dtype, *arguments)
-            return context.get_dummy_value()
-
-        return types.none(pointer, types.intp, pointer.dtype), codegen
-
-    return get, put
-
-
-def _put(context: Any, builder: Any, place: int, dtype: Any, pointer: Any, at: Any, x: Any) -> None:
-    x = context.data_model_manager[dtype].as_data(builder, x)
-    _apart(builder, builder.store(x, builder.gep(pointer, [at], inbounds=True)), place)
-
-
-get_state, put_state = _kept(_STATE)
-get_target, _ = _kept(_TARGET)
-get_value, put_value = _kept(_VALUE)
-get_kind, _ = _kept(_KIND)
-
-
-@intrinsic
-def keep_target(typing_context, algorithm, kept, j, target):
+def keep_target(algorithm, kept, j, target):
     """Keep a step's target, for algorithms that have one."""
-    has_target = _tags[algorithm.algorithm].has_target
-
-    def codegen(context, builder, signature, arguments):
-        if has_target:
-            _put(context, builder, _TARGET, signature.args[1].dtype, *arguments[1:])
-        return context.get_dummy_value()
-
-    return types.none(algorithm, kept, types.intp, kept.dtype), codegen
-
-
-@intrinsic
-def keep_kind(typing_context, boundary, kept, j, kind):
-    """Keep what follows a row, for boundaries that ask for it."""
-    for_gaps = boundary.instance_class is boundaries.Successors and not _absent(boundary, "valid")
-    wanted = for_gaps or boundary.instance_class is boundaries.Predecessors
-
-    def codegen(context, builder, signature, arguments):
-        if wanted:
-            _put(context, builder, _KIND, signature.args[1].dtype, *arguments[1:])
-        return context.get_dummy_value()
-
-    return types.none(boundary, kept, types.intp, kept.dtype), codegen
-
-
-@intrinsic
-def store_each(typing_context, operands, at, y):
-    """Each result to its own operand's element."""
-    if len(operands) > _MOST_RESULTS:
-        raise TypeError(f"no more than {_MOST_RESULTS} results")
-
-    def codegen(context, builder, signature, arguments):
-        for i, operand in enumerate(signature.args[0]):
-            pointer = builder.extract_value(arguments[0], [i, 0])
-            element, x = (builder.extract_value(argument, i) for argument in arguments[1:])
-            _put(context, builder, _RESULTS + i, operand[0].dtype, pointer, element, x)
-        return context.get_dummy_value()
-
-    dtypes = [operand[0].dtype for operand in operands]
-    return types.none(operands, types.UniTuple(types.intp, len(operands)), types.Tuple(dtypes)), codegen
-
-
-def index_each(operands, o, i, t):
-    """Where in each operand's memory an element is."""
     raise NotImplementedError("compiled only")
 
 
-@overload(index_each)
-def _compile_index_each(operands, o, i, t):
+@overload(keep_target)
+def _compile_keep_target(algorithm, kept, j, target):
+    if not _tags[algorithm.algorithm].has_target:
+        return lambda algorithm, kept, j, target: None
+
+    def keep(algorithm, kept, j, target):
+        kept[j] = target
+
+    return keep
+
+
+def keep_kind(boundary, kept, j, kind):
+    """Keep what follows a row, for boundaries that ask for it."""
+    raise NotImplementedError("compiled only")
+
+
+@overload(keep_kind)
+def _compile_keep_kind(boundary, kept, j, kind):
+    for_gaps = boundary.instance_class is boundaries.Successors and not _absent(boundary, "valid")
+    if not for_gaps and boundary.instance_class is not boundaries.Predecessors:
+        return lambda boundary, kept, j, kind: None
+
+    def keep(boundary, kept, j, kind):
+        kept[j] = kind
+
+    return keep
+
+
+def store_each(operands, o, i, t, y):
+    """Each result to its own operand's element."""
+    raise NotImplementedError("compiled only")
+
+
+@overload(store_each)
+def _compile_store_each(operands, o, i, t, y):
     if len(operands) == 1:
-        return lambda operands, o, i, t: (index(operands[0], o, i, t),)
-    return lambda operands, o, i, t: (index(operands[0], o, i, t), *index_each(operands[1:], o, i, t))
+
+        def store(operands, o, i, t, y):
+            operands[0][0][index(operands[0], o, i, t)] = y[0]
+
+    else:
+
+        def store(operands, o, i, t, y):
+            operands[0][0][index(operands[0], o, i, t)] = y[0]
+            store_each(operands[1:], o, i, t, y[1:])
+
+    return store
 
 
 @intrinsic

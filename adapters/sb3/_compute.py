@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from typing import Any, NamedTuple
 
@@ -10,20 +11,23 @@ import numpy as np
 import torch
 
 import rl_triton as rlt
+from rl_triton.adapters.sb3._kept import addresses_of, kind_of
 from rl_triton.adapters.sb3._screen import CLEAN, FLAGS, screen
 
-SHORT = 5
-"""Rollouts of fewer steps are left to Stable-Baselines3 if they are also small: its loop costs about 4 us a step, our
-call 24 us however short. 0 serves all."""
+SHORT = 2
+"""Rollouts of fewer steps are left to Stable-Baselines3 if they are also small: its loop costs about 4 us a step beside
+another 4 us, our call 12 us however short, and leaving it to that loop some 3 us. 0 serves all."""
 SMALL = 65536
 """Elements, steps times environments, from which on a short rollout is served all the same."""
 
 FINITE = "rewards, values or last_values that are not finite"
 FLAGS_ONLY = "flags other than 0 and 1"
+SHARED = "advantages share memory with another array"
 TOO_SHORT = "a rollout so short that Stable-Baselines3's loop is faster"
 
 _ARRAYS = ("rewards", "values", "episode_starts", "advantages")
 _CPU = torch.device("cpu")
+_FLOAT32 = np.dtype(np.float32)
 _NUMBERS = (float, int)
 _NARROW = (np.float32, np.float16)  # of which 1.0 - dones is not float64
 _REFUSALS = (TypeError, ValueError, torch.OutOfMemoryError)
@@ -50,16 +54,19 @@ def serve(buffer: Any, last_values: Any, dones: Any, device: torch.device, body:
     n_steps, n_envs = shape = buffer.buffer_size, buffer.n_envs
     if n_steps < SHORT and n_steps * n_envs < SMALL and device.type == "cpu":
         return TOO_SHORT
+    plain = True
     for name in _ARRAYS:
         x = getattr(buffer, name)
         if type(x) is not np.ndarray:
             return f"{name} is not a numpy array"
-        if x.dtype != np.float32:
+        if x.dtype != _FLOAT32:
             return f"{name} is not float32"
         if x.shape != shape:
             return f"{name} has not the shape (n_steps, n_envs)"
-        if not x.flags.writeable:
-            return f"{name} is read-only"
+        if not x.flags.carray:  # C-contiguous, aligned and writeable
+            plain = False
+            if not x.flags.writeable:
+                return f"{name} is read-only"
     reason = _check_edge(last_values, dones, n_envs)
     if reason is not None:
         return reason
@@ -70,14 +77,22 @@ def serve(buffer: Any, last_values: Any, dones: Any, device: torch.device, body:
     on_cpu = device.type == "cpu" or torch.cuda._is_in_bad_fork()  # CUDA does not survive a fork
     edge = last_values.numpy() if last_values.device == _CPU else last_values.cpu().numpy()
     edge = edge.reshape(-1)
-    returns = np.empty_like(buffer.advantages)
+    given, advantages = (buffer.rewards, buffer.values, buffer.episode_starts, edge, dones), buffer.advantages
+    returns = np.empty_like(advantages)
+    addresses = None
+    if plain and dones.dtype == np.bool_ and dones.flags.carray and edge.flags.carray:
+        addresses = addresses_of(*given, advantages, returns)
+        if addresses is None:
+            return SHARED
+    elif any(np.may_share_memory(advantages, x) for x in given):
+        return SHARED
     try:
         if not on_cpu:
             _compute_on(device, buffer, edge, dones, returns)
         elif body.carries_float64 and dones.dtype not in _NARROW:
             _compute_float64(buffer, edge, dones, returns)
         else:
-            _compute(buffer, edge, dones, returns)
+            _compute(buffer, edge, dones, returns, addresses)
     except _REFUSALS as error:
         return f"rl_triton refused the input: {error}"
     reason = _unclean(buffer.episode_starts, edge, returns)
@@ -109,9 +124,9 @@ def _unclean(starts: np.ndarray, last_values: np.ndarray, results: np.ndarray) -
     return None if found == CLEAN else FLAGS_ONLY if found == FLAGS else FINITE
 
 
-def _gae(buffer: Any, *arrays: torch.Tensor, **options: Any) -> Any:
+def _gae(buffer: Any, *arrays: torch.Tensor, function: Any = rlt.gae, **options: Any) -> Any:
     rewards, values, starts, last_values, last_done = arrays
-    return rlt.gae(
+    return function(
         rewards,
         values,
         starts,
@@ -125,20 +140,29 @@ def _gae(buffer: Any, *arrays: torch.Tensor, **options: Any) -> Any:
     )
 
 
-def _given(buffer: Any, *edge: np.ndarray) -> Any:
-    return map(torch.from_numpy, (buffer.rewards, buffer.values, buffer.episode_starts, *edge))
-
-
-def _compute(buffer: Any, last_values: np.ndarray, dones: np.ndarray, returns: np.ndarray) -> None:
+def _compute(
+    buffer: Any, last_values: np.ndarray, dones: np.ndarray, returns: np.ndarray, addresses: tuple[int, ...] | None
+) -> None:
     """In place on the host, with the bits of the float32 body."""
-    results = torch.from_numpy(buffer.advantages), torch.from_numpy(returns)
-    _gae(buffer, *_given(buffer, last_values, dones), out=results)
+    n_steps, n_envs = returns.shape
+    kind = kind_of(n_steps, n_envs, buffer.gamma, buffer.gae_lambda) if addresses else None
+    if kind is not None and kind.loop is not None:
+        kind.loop(addresses, [])
+        return
+    arrays = buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones, buffer.advantages, returns
+    tensors = list(map(torch.from_numpy, arrays))
+    call = functools.partial(_gae, buffer, *tensors[:5], out=tuple(tensors[5:]))
+    if kind is None or kind.tried:
+        call()
+    else:
+        kind.keep(functools.partial(call, function=inspect.unwrap(rlt.gae)), tensors)
 
 
 def _compute_float64(buffer: Any, last_values: np.ndarray, dones: np.ndarray, returns: np.ndarray) -> None:
     """With the bits of the body that carries float64: the differences δ and the decay are float32 as before, but for
     the last step's δ, and what is carried over them is float64."""
-    deltas = _gae(buffer, *_given(buffer, last_values, dones), lambda_=0.0).advantages
+    given = map(torch.from_numpy, (buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones))
+    deltas = _gae(buffer, *given, lambda_=0.0).advantages
     alpha = deltas.double()
     bootstrap = np.where(dones, np.float64(0), buffer.gamma * last_values)  # the product rounds to float32
     alpha[-1] = torch.from_numpy(buffer.rewards[-1] + bootstrap - buffer.values[-1])

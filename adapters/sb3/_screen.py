@@ -16,6 +16,7 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
 def _look(starts, last_values, returns):
+    starts, last_values, returns = starts.view(np.int32), last_values.view(np.int32), returns.view(np.int32)
     fractional, infinite = np.int32(0), np.int32(0)
     for i in range(last_values.shape[0]):
         infinite |= np.int32((last_values[i] & _EXPONENT) == _EXPONENT)
@@ -31,15 +32,20 @@ def _look(starts, last_values, returns):
     return NOT_FINITE if infinite else CLEAN
 
 
-@functools.cache
-def _compiled() -> Any:
+def compiled(function: Any, signatures: list[str]) -> Any:
+    """The function by numba, for these types."""
     from numba import njit  # when it is needed: importing an adapter costs nothing
 
-    signatures = ["int64(int32[:, ::1], int32[::1], int32[:, ::1])", "int64(int32[:, :], int32[:], int32[:, :])"]
     try:
-        return njit(signatures, cache=True, nogil=True)(_look)
+        return njit(signatures, cache=True, nogil=True)(function)
     except RuntimeError:  # numba found no directory to store the loop in: compile it anew in each process
-        return njit(signatures, nogil=True)(_look)
+        return njit(signatures, nogil=True)(function)
+
+
+@functools.cache
+def _compiled() -> Any:
+    forms = ("float32[:, ::1], float32[::1], float32[:, ::1]", "float32[:, :], float32[:], float32[:, :]")
+    return compiled(_look, [f"int64({form})" for form in forms])
 
 
 def screen(starts: np.ndarray, last_values: np.ndarray, returns: np.ndarray) -> int:
@@ -47,5 +53,4 @@ def screen(starts: np.ndarray, last_values: np.ndarray, returns: np.ndarray) -> 
 
     float32 of shapes [T, N], [N] and [T, N]. A reward or value that is not finite shows in the return of its own step.
     """
-    bits = np.int32
-    return _compiled()(starts.view(bits), last_values.view(bits), returns.view(bits))
+    return _compiled()(starts, last_values, returns)

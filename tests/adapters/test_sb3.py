@@ -18,7 +18,7 @@ from sb3_rollouts import NAME, STOCK, both, counts, make_buffer, same_bits
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
 from rl_triton.adapters import sb3, status
-from rl_triton.adapters.sb3 import _compute
+from rl_triton.adapters.sb3 import _compute, _kept
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_only)]
 
@@ -27,6 +27,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_only)]
 def all_served_and_stock_afterwards(monkeypatch):
     monkeypatch.setattr(_compute, "SHORT", 0)
     yield
+    _kept.forget()  # what a mutant left
     sb3.unpatch()
     assert RolloutBuffer.compute_returns_and_advantage is STOCK
 
@@ -74,7 +75,7 @@ def wrong(change):
 GAE = _compute._gae
 
 
-def with_axes_swapped(buffer, *arrays, out):
+def with_axes_swapped(buffer, *arrays, out, function):
     rewards, values, starts, last_values, last_done = arrays
     n = len(rewards)
     edges = torch.zeros(n), torch.zeros(n, dtype=torch.bool)
@@ -93,8 +94,8 @@ MUTANTS = {
     "last step always terminal": wrong(lambda r, v, s, last, done: (r, v, s, last, torch.ones_like(done))),
     "episode starts shifted": wrong(lambda r, v, s, last, done: (r, v, s.roll(1, 0), last, done)),
     "episode starts ignored": wrong(lambda r, v, s, last, done: (r, v, s * 0, last, done)),
-    "lambda ignored": lambda buffer, *arrays, out: GAE(buffer, *arrays, lambda_=1.0, out=out),
-    "returns without values": lambda buffer, *arrays, out: out[1].copy_(GAE(buffer, *arrays, out=out)[0]),
+    "lambda ignored": lambda buffer, *arrays, **options: GAE(buffer, *arrays, lambda_=1.0, **options),
+    "returns without values": lambda buffer, *arrays, out, function: out[1].copy_(GAE(buffer, *arrays, out=out)[0]),
 }
 
 
@@ -107,6 +108,7 @@ def differential_check():
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_differential_check_catches(name, monkeypatch):
     assert differential_check()
+    _kept.forget()
     monkeypatch.setattr(_compute, "_gae", MUTANTS[name])
     before = counts()
     assert not differential_check()
