@@ -320,17 +320,13 @@ def kept_loop(call: Callable[[], Any], tensors: list[torch.Tensor]) -> PlannedLo
     For whoever calls with the same options and layouts again and again, and makes sure of that: the loop checks
     nothing. It is called with the addresses of `tensors`, which are all that the call reads and writes.
     """
-    launches: list[Any] = []
-    token = _plan._recorder.set(launches)
-    try:
+    with _plan.recording() as launches:
         call()
-    finally:
-        _plan._recorder.reset(token)
     places = _plan.Places(tensors, [], [])
     try:
         ((prepare,),) = (launch.prepare for launch in launches)
         loop = prepare(places)
-    except _plan._NO_PLAN:
+    except _plan.NO_PLAN:
         return None
     return None if places.ties else loop
 

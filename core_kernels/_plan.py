@@ -17,7 +17,7 @@ import functools
 import math
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,7 +46,7 @@ class NoPlanError(Exception):
 
 # Why there is no plan, or none to know again: beside what is known to be in the way, another version of Triton, PyTorch
 # or numba, whose inner parts have another form.
-_NO_PLAN = (NoPlanError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+NO_PLAN = (NoPlanError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 class Places(NamedTuple):
@@ -97,6 +97,17 @@ def record(done: Launch | Node) -> None:
     recorded = _recorder.get()
     if recorded is not None:
         recorded.append(done)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Any]]:
+    """What the ordinary path records in the block."""
+    recorded: list[Any] = []
+    token = _recorder.set(recorded)
+    try:
+        yield recorded
+    finally:
+        _recorder.reset(token)
 
 
 class Plan:
@@ -304,7 +315,7 @@ class Plans:
     ) -> None:
         """Know this call again."""
         if not any(address & 15 for address in addresses):
-            with contextlib.suppress(*_NO_PLAN):
+            with contextlib.suppress(*NO_PLAN):
                 self.recent[form] = (Recall(given, tensors, plan), *self.recent.get(form, ())[: _MAX_RECENT - 1])
 
 
@@ -356,18 +367,14 @@ def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans, form: tuple[Any, ...
 
 def _first(op: Any, args: Any, kwargs: Any, plans: Any, kind: Any, tensors: list[torch.Tensor]) -> Any:
     """The first call of a kind: the ordinary path, watched."""
-    recorded: list[Any] = []
-    token = _recorder.set(recorded)
-    try:
+    with recording() as recorded:
         result = op(*args, **kwargs)
-    finally:
-        _recorder.reset(token)
     if len(plans) >= _MAX_PLANS:
         plans.clear()
     plans[kind] = None
     if any(kwargs.get(name) for name in _DECLINED):
         return result
-    with contextlib.suppress(*_NO_PLAN):
+    with contextlib.suppress(*NO_PLAN):
         if kwargs.get("differentiable") and torch.is_grad_enabled():
             (node,) = (x for x in recorded if isinstance(x, Node))
             plans[kind] = GraphPlan(node, tensors, result)

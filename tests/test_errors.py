@@ -188,6 +188,10 @@ def test_out_sharing_memory():
     given["rewards"] = shifted[:24].view(4, 6)
     with pytest.raises(ValueError, match="shares memory with rewards"):
         rlt.gae(**given, out=(shifted[6:].view(4, 6), torch.zeros(4, 6)))
+    array = np.zeros(30, dtype=np.float32)
+    given["rewards"] = torch.from_numpy(array[:24].reshape(4, 6))  # tensors with storages of their own
+    with pytest.raises(ValueError, match="shares memory with rewards"):
+        rlt.gae(**given, out=(torch.from_numpy(array[6:].reshape(4, 6)), torch.zeros(4, 6)))
     with pytest.raises(ValueError, match=r"out\[0\] \(advantages\) shares memory with carry; results cannot"):
         rlt.gae(**arguments(carry=block[1][:, 0]), out=(block[1], block[0]))
     with pytest.raises(ValueError, match=r"eligibility_traces: out shares memory with initial; results cannot"):
