@@ -73,6 +73,7 @@ def filled(n_steps: int, n_envs: int) -> tuple[RolloutBuffer, torch.Tensor, np.n
 def call(args: Args) -> None:
     rows("One call of `compute_returns_and_advantage`", "n_steps x n_envs", "stock", "patched", "ratio", "")
     for n_steps, n_envs in [
+        (1, 16),
         (2, 16),
         (5, 16),
         (16, 16),

@@ -29,4 +29,4 @@ def test_costs(tmp_path):
     lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
     assert "| 5 x 16 |" in result.stdout
     assert sum("left to Stable-Baselines3" in line for line in lines) == 1
-    assert len(lines) == 2 + 9 + 3
+    assert len(lines) == 2 + 10 + 3
