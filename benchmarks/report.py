@@ -2,8 +2,8 @@
 
     python -m benchmarks.report    # benchmarks/results/*.png, docs/speed.md and the table in README.md
 
-Times are compared within one run only. Rows of the code as it stands are taken; where there are none, the rows of the
-code that was measured last, and the tables say so.
+Times are compared within one run only. Of each case the rows of the code as it stands are taken; where there are none,
+those of the code that it was measured with last, and the tables say so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks import pages
 from benchmarks.baselines import OURS, SUBJECTS
 from benchmarks.cases import HEADLINE_SHAPES, LAYOUTS, OPS, RATIO_SHAPES
 from benchmarks.plots import draw
-from benchmarks.provenance import RESULTS, ROOT, digest, stored
+from benchmarks.provenance import RESULTS, ROOT, commits, digest, stored
 
 BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
 FIGURES = {
@@ -27,6 +27,7 @@ FIGURES = {
     "bandwidth": "kernels beside a copy",
     "host_device": "time of the host and of the device",
 }
+EARLIER = "†"
 _CASE = ("op", "layout", "N", "T", "A", "dtype", "truncated")
 
 Row = dict[str, Any]
@@ -38,19 +39,29 @@ def case_of(row: Row) -> tuple:
 
 @dataclass(frozen=True)
 class Measurements:
-    """The rows of one version of the code on one machine; the last of each subject and case."""
+    """The rows of one machine, of each case those of one version of the code; the last of each subject and case."""
 
     rows: tuple[Row, ...]
-    current: bool
-    """They are of the code as it stands."""
+    now: str
+    """Digest of the code as it stands."""
 
     @property
     def source(self) -> str:
         """Where the numbers come from, as a sentence."""
         last = self.rows[-1]
-        versions = f"torch {last['torch']}, Triton {last['triton']}"
-        code = "the code as it stands" if self.current else f"earlier code, commit {last['commit']}, {last['digest']}"
-        return f"{last['machine']}, {versions}, {last['date']}, {code}."
+        current = [row for row in self.rows if row["digest"] == self.now]
+        earlier = [row for row in self.rows if row["digest"] != self.now]
+        code = []
+        if current:
+            code.append(f"the code as it stands, {commits(current)}")
+        if earlier:
+            code.append(f"earlier code, {commits(earlier)}{f', where marked {EARLIER}' if current else ''}")
+        return f"{last['machine']}, torch {last['torch']}, Triton {last['triton']}, {last['date']}, {'; '.join(code)}."
+
+    def mark(self, row: Row) -> str:
+        """Behind the name of a case of earlier code, where others are of the code as it stands."""
+        mixed = any(other["digest"] == self.now for other in self.rows)
+        return f" {EARLIER}" if mixed and row["digest"] != self.now else ""
 
     @cached_property
     def _ours(self) -> dict[tuple, Row]:
@@ -74,17 +85,18 @@ def measurements(rows: Sequence[Row], cuda: bool) -> Measurements | None:
     if not rows:
         return None
     now = digest()
-    current = any(row["digest"] == now for row in rows)
-    wanted = now if current else rows[-1]["digest"]
-    machine = [row for row in rows if row["digest"] == wanted][-1]["machine"]
+    machine = next((row for row in reversed(rows) if row["digest"] == now), rows[-1])["machine"]
+    rows = [row for row in rows if row["machine"] == machine]
+    version = {case_of(row): row["digest"] for row in rows}
+    version |= {case_of(row): now for row in rows if row["digest"] == now}
     latest: dict[tuple, Row] = {}
     for row in rows:
-        if row["digest"] == wanted and row["machine"] == machine:
+        if row["digest"] == version[case_of(row)]:
             # Of ours the row of each run is kept: every baseline is compared with that of its own run.
             key = (*case_of(row), row["who"], row["run"] if row["who"] == OURS else None)
             latest.pop(key, None)
             latest[key] = row
-    return Measurements(tuple(latest.values()), current)
+    return Measurements(tuple(latest.values()), now)
 
 
 def last_ours(m: Measurements, **wanted: Any) -> Row | None:
@@ -136,7 +148,7 @@ def peers_table(m: Measurements) -> list[str]:
             for name in names:
                 row = of_case.get(name)
                 cells.append("" if row is None else "failed" if "failed" in row else times(m.speedup(row)))
-            lines.append([f"{shape} {layout}", micro(ours["amortised_us"]), *cells])
+            lines.append([f"{shape} {layout}{m.mark(ours)}", micro(ours["amortised_us"]), *cells])
     header = ["`gae`, N x T", "us a call", *(name.replace("_", " ") for name in names)]
     return table(header, lines) if lines else []
 
@@ -157,7 +169,7 @@ def ops_table(m: Measurements) -> list[str]:
             ]
             lines.append(
                 [
-                    f"`{op}` {shape}",
+                    f"`{op}` {shape}{m.mark(ours)}",
                     micro(ours["single_us"]),
                     micro(ours["amortised_us"]),
                     micro(ours.get("floor_amortised_us")),
@@ -235,7 +247,7 @@ def sb3_table(m: Measurements) -> list[str]:
         if stock and "failed" not in stock[-1]:
             before = stock[-1]["single_us"]
             cells = [
-                f"{row['T']} x {row['N']}",
+                f"{row['T']} x {row['N']}{m.mark(row)}",
                 micro(before),
                 micro(row["single_us"]),
                 times(before / row["single_us"]),
@@ -284,7 +296,7 @@ def _order(row: Row) -> tuple:
 
 def _cells(m: Measurements, row: Row) -> list[str]:
     case = f"`{row['op']}` {row['N']}x{row['T']} {row['layout']} {row['dtype']}"
-    case += f" A={row['A']}" * bool(row["A"]) + " truncated" * row["truncated"]
+    case += f" A={row['A']}" * bool(row["A"]) + " truncated" * row["truncated"] + m.mark(row)
     if "failed" in row:
         reason = " ".join(row["failed"].split()).replace("|", "/")[:120]
         return [case, row["who"], f"failed: {reason}", *[""] * 8]
