@@ -57,7 +57,9 @@ class Job:
 
     def command(self, folder: Path, minutes: float, threads: int) -> list[str]:
         script = ROOT / "examples" / f"{self.example}.py"
-        given = [*self.options, "--max-minutes", f"{minutes:.3f}", "--runs", str(folder)]
+        given = [*self.options, "--runs", str(folder)]
+        if self.plan != "impala":
+            given += ["--max-minutes", f"{minutes:.3f}"]
         if self.example == "ppo_atari":
             given += ["--threads", str(threads)]
         if self.credits:
@@ -118,7 +120,11 @@ def brax() -> Iterator[Job]:
     yield Job("brax", "brax-ant", "ppo_gpu_envs", (*given, *options(gamma=0.97, reward_scale=0.1), "--norm-obs"))
 
 
-PLANS: dict[str, Callable[[], Iterator[Job]]] = {x.__name__: x for x in (pong, envs, breakdown, amdahl, brax)}
+def impala() -> Iterator[Job]:
+    yield Job("impala", "impala", "impala_vtrace", ())
+
+
+PLANS: dict[str, Callable[[], Iterator[Job]]] = {x.__name__: x for x in (pong, envs, breakdown, amdahl, brax, impala)}
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,9 @@ class Run:
         same |= {"parallel": self.parallel, "wall_seconds": time.monotonic() - self.began}
         written = sorted(self.folder.glob("*/results.json"), key=lambda path: path.stat().st_mtime)
         results = [json.loads(path.read_text()) for path in written]
-        if not self.job.credits:
+        if self.job.plan == "impala" and results:
+            named = dict(each(self.job.name, results[0]))
+        elif not self.job.credits:
             named = {self.job.name: next(iter(results), None)}
         else:
             named = {
@@ -207,6 +215,16 @@ class Run:
             }
         failed = {"failed": f"exit {self.process.returncode}", "log": (self.folder / "log").read_text()[-3000:]}
         return [same | {"name": name} | (failed if result is None else result) for name, result in named.items()]
+
+
+def each(name: str, result: Row) -> Iterator[tuple[str, Row]]:
+    """The runs that one process did, by name."""
+    for kind, group in result["runs"].items():
+        for seed, one in enumerate(group, result["args"]["seed"]):
+            share = np.median(one.pop("credit_seconds")) / np.median(one.pop("update_seconds"))
+            args = result["args"] | {"kind": kind, "seed": seed}
+            summed = {"args": args, "device": result["device"], "share": share}
+            yield f"{name}-{kind}-{seed}", one | summed | {"final_return": float(np.mean(one["returns"][-100:]))}
 
 
 def pooled(results: Sequence[Row]) -> Row | None:
@@ -283,26 +301,30 @@ def summary(row: Row) -> str:
         return f"failed, {row['failed']}: {row['log'][-400:]}"
     if row["plan"] == "pong":
         return f"{row['final_return']:.1f} after {row['total_steps']:,} steps, {row['steps_per_second']:,.0f} a second"
+    if row["plan"] == "impala":
+        return f"{row['final_return']:.1f} after {row['args']['total_timesteps']:,} steps, {row['seconds']:.0f} s"
     phases = ", ".join(f"{phase} {1e3 * x:.2f} ms" for phase, x in row["phases"].items())
     results = ", ".join(f"{key} {x:.3g}" for key, x in row["results"].items())
     return "; ".join(x for x in (f"{row['seconds']:.0f} s", phases, results, *row["failures"]) if x)
 
 
 def thinned(curve: Sequence[Sequence[float]]) -> list[list[float]]:
-    """At most CURVE_POINTS of its points, evenly, the last one among them."""
+    """At most CURVE_POINTS of its points, evenly in steps, the last one among them."""
     if len(curve) > CURVE_POINTS:
-        curve = [curve[i] for i in np.linspace(0, len(curve) - 1, CURVE_POINTS).round().astype(int)]
+        steps = [point[0] for point in curve]
+        places = np.searchsorted(steps, np.linspace(steps[0], steps[-1], CURVE_POINTS), side="right") - 1
+        curve = [curve[i] for i in np.unique(places)]
     return [[float(f"{x:.6g}") for x in point] for point in curve]
 
 
 def compact(row: Row) -> Row:
-    """As it is stored: a curve of [step, return], for Pong the mean of 100 games."""
+    """As it is stored: a curve of [step, return], of Pong and CartPole the mean of 100 games."""
     row = dict(row)
     if "failed" in row:
         return row
     # Where it ran is no property of the run.
     row["args"] = {key: x for key, x in row["args"].items() if key not in ("runs", "resume")}
-    if row["plan"] == "pong":
+    if row["plan"] in ("pong", "impala"):
         steps, returns = row.pop("steps"), row.pop("returns")
         window = min(100, len(returns))
         means = np.convolve(returns, np.ones(window) / window, mode="valid") if window else []

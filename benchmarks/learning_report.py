@@ -26,10 +26,12 @@ Row = dict[str, Any]
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
-    """Of each run the last row that has results, of GPUs if there are any."""
-    on_gpu = [row for row in rows if row["driver"] is not None]
+    """Of each run the last row that has results, of GPUs if the plan has any."""
+    on_gpu = {row["plan"] for row in rows if row["driver"] is not None}
     chosen: dict[tuple[str, str], Row] = {}
-    for row in on_gpu or rows:
+    for row in rows:
+        if row["plan"] in on_gpu and row["driver"] is None:
+            continue
         key = row["plan"], row["name"]
         if "failed" not in row or key not in chosen or "failed" in chosen[key]:
             chosen.pop(key, None)
@@ -44,6 +46,8 @@ def of_plan(rows: Sequence[Row], plan: str) -> list[Row]:
 def source(rows: Sequence[Row]) -> str:
     last = rows[-1]
     versions = f"torch {last['torch']}, Triton {last['triton']}"
+    if last["driver"] is None:
+        return f"{last['machine']}, {versions}, {last['date']}, {commits(rows)}."
     return f"{last['machine']}, driver {last['driver']}, {versions}, {last['date']}, {commits(rows)}."
 
 
@@ -251,6 +255,41 @@ def amdahl_section(rows: Sequence[Row]) -> list[str]:
     return [*text, "", source(of_plan(rows, "amdahl") or of_plan(rows, "breakdown")), ""]
 
 
+def impala_section(rows: Sequence[Row]) -> list[str]:
+    runs = of_plan(rows, "impala")
+    if not runs:
+        return []
+    lines = [
+        [
+            row["args"]["kind"],
+            str(row["args"]["seed"]),
+            f"{row['final_return']:.0f}",
+            f"{row['largest_ratio']:.3g}",
+            f"{row['seconds']:.0f}",
+            f"{row['share']:.1%}",
+        ]
+        for row in sorted(runs, key=lambda row: (row["args"]["kind"], row["args"]["seed"]))
+    ]
+    args = runs[-1]["args"]
+    header = [
+        "",
+        "seed",
+        "return",
+        "largest ratio of the policies",
+        "seconds",
+        "share of credit in the learner's update",
+    ]
+    text = ["### Actors that lag", "", "![returns](../benchmarks/results/impala.png)", ""]
+    text += [
+        *table(header, lines),
+        "",
+        f"{args['env_id']}, actors {args['lag']} updates behind the learner, {args['total_timesteps']:,} steps a run.",
+        "Return: the mean of the last 100 episodes. `corrected` is V-trace; `uncorrected` takes the trajectories for",
+        "the learner's own.",
+    ]
+    return [*text, "", source(runs), ""]
+
+
 def failed_section(rows: Sequence[Row]) -> list[str]:
     failed = [row["name"] for row in rows if "failed" in row]
     return [f"Runs without results: {', '.join(failed)}.", ""] if failed else []
@@ -258,7 +297,7 @@ def failed_section(rows: Sequence[Row]) -> list[str]:
 
 def tables(rows: Sequence[Row]) -> str:
     rows = latest(rows)
-    sections = (pong_section, envs_section, breakdown_section, amdahl_section, failed_section)
+    sections = (pong_section, envs_section, impala_section, breakdown_section, amdahl_section, failed_section)
     lines = [line for section in sections for line in section(rows)]
     return "\n".join(lines).rstrip() or "Nothing has been measured yet."
 
@@ -306,7 +345,7 @@ def _breakdown(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
-    """pong.png, cartpole.png, hopper.png, brax.png and breakdown.png, each where there are rows for it."""
+    """pong, cartpole, hopper, brax, impala and breakdown .png, each where there are rows for it."""
     rows = latest(rows)
     folder.mkdir(parents=True, exist_ok=True)
     runs = of_plan(rows, "pong")
@@ -318,6 +357,9 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
         if runs:
             _curves(runs, lambda r: f"T = {r['args']['num_steps']}", f"PPO on {runs[0]['args']['env_id']}",
                     "return of finished episodes", folder / f"{task}.png")  # fmt: skip
+    runs = of_plan(rows, "impala")
+    _curves(runs, lambda r: r["args"]["kind"], "Actors that lag behind the learner, a line a seed",
+            "return, mean of 100 episodes", folder / "impala.png")  # fmt: skip
     _breakdown(of_plan(rows, "breakdown"), folder / "breakdown.png")
 
 

@@ -40,7 +40,7 @@ def _plain(m: Measurements) -> Iterator[Row]:
 
 
 def _save(figure: plt.Figure, m: Measurements, path: Path) -> None:
-    figure.supxlabel(m.source, fontsize=7, color="#555555", x=0.01, ha="left")
+    figure.supxlabel(m.source(marked=False), fontsize=7, color="#555555", x=0.01, ha="left")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -45,9 +45,8 @@ class Measurements:
     now: str
     """Digest of the code as it stands."""
 
-    @property
-    def source(self) -> str:
-        """Where the numbers come from, as a sentence."""
+    def source(self, marked: bool = True) -> str:
+        """Where the numbers come from, as a sentence. marked: cases of earlier code are."""
         last = self.rows[-1]
         current = [row for row in self.rows if row["digest"] == self.now]
         earlier = [row for row in self.rows if row["digest"] != self.now]
@@ -55,7 +54,7 @@ class Measurements:
         if current:
             code.append(f"the code as it stands, {commits(current)}")
         if earlier:
-            code.append(f"earlier code, {commits(earlier)}{f', where marked {EARLIER}' if current else ''}")
+            code.append(f"earlier code, {commits(earlier)}{f', where marked {EARLIER}' if current and marked else ''}")
         return f"{last['machine']}, torch {last['torch']}, Triton {last['triton']}, {last['date']}, {'; '.join(code)}."
 
     def mark(self, row: Row) -> str:
@@ -221,7 +220,7 @@ def readme(gpu: Measurements | None, cpu: Measurements | None) -> str:
         lines.append("No speed has been measured on a GPU yet.")
     else:
         lines += [
-            f"Measured on: {gpu.source}",
+            f"Measured on: {gpu.source()}",
             "Microseconds a full call, its allocations included; columns of baselines say how many times longer than",
             "ours they take, back to back.",
             "",
@@ -233,7 +232,7 @@ def readme(gpu: Measurements | None, cpu: Measurements | None) -> str:
             *pufferlib(gpu),
         ]
     if cpu is not None:
-        lines += ["", f"On a CPU, Stable-Baselines3's buffer: {cpu.source}", "", *sb3_table(cpu)]
+        lines += ["", f"On a CPU, Stable-Baselines3's buffer: {cpu.source()}", "", *sb3_table(cpu)]
     lines += ["", "All rows: [docs/speed.md](docs/speed.md)."]
     return "\n".join(lines)
 
@@ -283,7 +282,7 @@ def full_page(groups: Sequence[Measurements]) -> str:
     header += ["device", "MB", "of copy", "ratio", "error"]
     for m in groups:
         rows = sorted(m.rows, key=lambda row: (*map(str, (row["op"], row["dtype"], row["truncated"])), *_order(row)))
-        lines += ["", f"## {m.rows[-1]['machine']}", "", m.source, ""]
+        lines += ["", f"## {m.rows[-1]['machine']}", "", m.source(), ""]
         if any("device_us" in row for row in m.rows):
             lines += [f"![{words}](../benchmarks/results/{name}.png)" for name, words in FIGURES.items()] + [""]
         lines += [*table(header, [_cells(m, row) for row in rows])]

@@ -143,7 +143,8 @@ class Bench:
         try:
             with time_limit(limit):
                 row |= self.measure(subject, case, sets, gate)
-                row |= self.machine.floor((case.shape.rows, case.shape.steps), DTYPES[case.dtype])
+                size = case.shape.rows, case.shape.steps
+                row |= self.machine.floor(size, DTYPES[case.dtype], anew=subject.name == OURS)
         except GateError as error:
             row |= {"gate": "failed", "failed": str(error)}
         except OutOfTime:
