@@ -58,7 +58,7 @@ class Job:
     def command(self, folder: Path, minutes: float, threads: int) -> list[str]:
         script = ROOT / "examples" / f"{self.example}.py"
         given = [*self.options, "--runs", str(folder)]
-        if self.plan != "impala":
+        if self.example != "impala_vtrace":  # short, and does not stop by time
             given += ["--max-minutes", f"{minutes:.3f}"]
         if self.example == "ppo_atari":
             given += ["--threads", str(threads)]
@@ -204,7 +204,7 @@ class Run:
         same |= {"parallel": self.parallel, "wall_seconds": time.monotonic() - self.began}
         written = sorted(self.folder.glob("*/results.json"), key=lambda path: path.stat().st_mtime)
         results = [json.loads(path.read_text()) for path in written]
-        if self.job.plan == "impala" and results:
+        if results and "runs" in results[0]:
             named = dict(each(self.job.name, results[0]))
         elif not self.job.credits:
             named = {self.job.name: next(iter(results), None)}

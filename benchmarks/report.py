@@ -50,17 +50,22 @@ class Measurements:
         last = self.rows[-1]
         current = [row for row in self.rows if row["digest"] == self.now]
         earlier = [row for row in self.rows if row["digest"] != self.now]
+        where = f", where marked {EARLIER}" if marked and self.mixed else ""
         code = []
         if current:
             code.append(f"the code as it stands, {commits(current)}")
         if earlier:
-            code.append(f"earlier code, {commits(earlier)}{f', where marked {EARLIER}' if current and marked else ''}")
+            code.append(f"earlier code, {commits(earlier)}{where}")
         return f"{last['machine']}, torch {last['torch']}, Triton {last['triton']}, {last['date']}, {'; '.join(code)}."
 
     def mark(self, row: Row) -> str:
         """Behind the name of a case of earlier code, where others are of the code as it stands."""
-        mixed = any(other["digest"] == self.now for other in self.rows)
-        return f" {EARLIER}" if mixed and row["digest"] != self.now else ""
+        return f" {EARLIER}" if self.mixed and row["digest"] != self.now else ""
+
+    @cached_property
+    def mixed(self) -> bool:
+        """Some are of the code as it stands, and some are not."""
+        return len({row["digest"] == self.now for row in self.rows}) > 1
 
     @cached_property
     def _ours(self) -> dict[tuple, Row]:
@@ -190,7 +195,7 @@ def losses(m: Measurements) -> list[str]:
             continue
         compared += 1
         if ratio < 1:
-            case = f"`{row['op']}` {row['N']}x{row['T']} {row['layout']} {row['dtype']}"
+            case = f"`{row['op']}` {row['N']}x{row['T']} {row['layout']} {row['dtype']}{m.mark(row)}"
             lines.append(f"{case}: {row['who'].replace('_', ' ')} ({times(ratio)})")
     if not compared:
         return []
@@ -210,7 +215,10 @@ def pufferlib(m: Measurements) -> list[str]:
             faster = sum(x > 1 for x in ratios)
             counts.append(f"{words} ours is faster in {faster} of {len(ratios)} shapes ({times(ratios[0])} to "
                           f"{times(ratios[-1])})")  # fmt: skip
-    return ["", f"Beside PufferLib's CUDA kernel, which computes advantages alone, {', '.join(counts)}."]
+    return [
+        "",
+        f"Beside PufferLib's CUDA kernel, which computes advantages alone, {', '.join(counts)}{m.mark(rows[-1])}.",
+    ]
 
 
 def readme(gpu: Measurements | None, cpu: Measurements | None) -> str:
