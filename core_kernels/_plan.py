@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -119,7 +118,7 @@ class Plan:
         arguments = {x.data_ptr(): i for i, x in enumerate(tensors)}
         self.new = [_allocator(x) for x in (*(() if given else launch.outputs), *launch.scratch)]
         self.given = [arguments[x.data_ptr()] for x in launch.outputs] if given else []
-        self.spans = [span(x) for x in tensors]
+        self.overlap = _overlap(self.given, [span(x) for x in tensors])
         self.structure = None if isinstance(result, torch.Tensor) else type(result)
         self.n_results = len(launch.outputs) if launch.scratch else None
         places = Places(tensors, [*launch.outputs, *launch.scratch], self.ties)
@@ -132,9 +131,12 @@ class Plan:
                 return None
         made: list[torch.Tensor] = []
         if self.given:
-            made += [tensors[i] for i in self.given]
-            if self._may_overlap(addresses) or any(x.requires_grad for x in made):
+            if self.overlap(addresses):
                 return None  # the ordinary path looks closer, or words the error
+            for i in self.given:
+                if tensors[i].requires_grad:
+                    return None
+                made.append(tensors[i])
             torch.autograd.graph.increment_version(made)
         for allocate in self.new:
             made.append(allocate())
@@ -145,15 +147,6 @@ class Plan:
             return made[0]
         # A named tuple takes long to make by its own name.
         return tuple.__new__(self.structure, made[: self.n_results])
-
-    def _may_overlap(self, addresses: list[int]) -> bool:
-        """Whether a given result lies where another argument does."""
-        for i in self.given:
-            start, end = addresses[i], addresses[i] + self.spans[i]
-            for j, address in enumerate(addresses):
-                if j != i and address < end and start < address + self.spans[j]:
-                    return True
-        return False
 
 
 class GraphPlan:
@@ -198,6 +191,13 @@ def _shared(addresses: list[int]) -> list[tuple[int, int]]:
     return [(i, addresses.index(x)) for i, x in enumerate(addresses) if addresses.index(x) < i]
 
 
+def _overlap(given: list[int], spans: list[int]) -> Callable[[list[int]], bool]:
+    """Whether a result that is given lies where another argument does, as a function of the addresses."""
+    pairs = {(min(i, j), max(i, j)) for i in given for j in range(len(spans)) if i != j}
+    apart = (f"-{spans[i]} < at[{i}] - at[{j}] < {spans[j]}" for i, j in sorted(pairs))
+    return eval(f"lambda at: {' or '.join(apart) or False}")
+
+
 def span(x: torch.Tensor) -> int:
     """Bytes from the first element of x to the end of its last."""
     return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()
@@ -225,72 +225,56 @@ def _describe(given: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor
 
 # What a call depends on beside its arguments.
 _settings = (_backend.chosen, _config.forced, torch.get_default_dtype, torch.is_grad_enabled)
-_chosen, _forced, _default_dtype, _recording = _settings
 
 
-def _getter(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """The entries of a tuple at these places, as a tuple."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return (lambda given: (given[places[0]],)) if places else lambda given: ()
-
-
-class Recall:
-    """A call that a plan served, to know the next one like it by comparing.
+def _recall(given: tuple[Any, ...], tensors: list[torch.Tensor], plan: Plan | GraphPlan) -> Callable[..., Any]:
+    """A function of the arguments of a call: the results if it is like this one, which a plan served, else None.
 
     The tensors are compared by the guards that torch.compile tells calls apart with: class, dispatch keys (as the modes
-    in force change them), dtype, device, shape and strides of each, all in one call of C++.
+    in force change them), dtype, device, shape and strides of each, all in one call of C++. The rest is written out as
+    code for these arguments, since loops over them would take longer than what they do.
     """
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    alike = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if not alike(*tensors):
+        raise NoPlanError("tensors that PyTorch's guards do not know again")
+    names: dict[str, Any] = {"alike": alike, "plan": plan}
+    unpacked: list[str] = []
+    different: list[str] = []
+    compared: list[str] = []  # the tensors, in the order that `_describe` sees them
 
-    def __init__(self, given: tuple[Any, ...], tensors: list[torch.Tensor], plan: Plan | GraphPlan) -> None:
-        self.plan = plan
-        self.tuples = [(i, len(x)) for i, x in enumerate(given) if type(x) is tuple]
-        places: list[int] = []  # of the arguments, in the order that `_describe` sees them
-        end = len(given)
-        for i, x in enumerate(given):
-            n = len(x) if type(x) is tuple else 0
-            places += range(end, end + n) if type(x) is tuple else (i,)
-            end += n
-        for i, _ in self.tuples:
-            given += given[i]
-        types = tuple(map(type, given))
-        if types.count(tuple) > len(self.tuples):
-            raise NoPlanError("a tuple in a tuple")
-        self.options = _getter([i for i in places if types[i] in _SCALARS])
-        self.optioned = self.options(given)
-        self.types = tuple(map(type, self.optioned))
-        self.tensors = _getter([i for i in places if types[i] not in _SCALARS])
-        self.chosen, self.forced, self.default_dtype, self.recording = (setting() for setting in _settings)
-        sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-        guards = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self.alike = guards.check
-        if not self.alike(*self.tensors(given)):
-            raise NoPlanError("tensors that PyTorch's guards do not know again")
+    def take(entries: tuple[Any, ...], source: str, prefix: str) -> None:
+        """Code that takes entries out of a tuple, and that compares them with these."""
+        own = [f"{prefix}{i}" for i in range(len(entries))]
+        unpacked.append(f"{', '.join(own)}, = {source}")
+        for name, x in zip(own, entries, strict=True):
+            if type(x) in _SCALARS:
+                names[f"{name}_is"], names[f"{name}_type"] = x, type(x)
+                different.append(f"type({name}) is not {name}_type or {name} != {name}_is")
+            elif type(x) is not tuple:
+                compared.append(name)
+            elif x and tuple not in map(type, x):
+                unpacked.append(f"if type({name}) is not tuple or len({name}) != {len(x)}: return None")
+                take(x, name, f"{name}_")
+            else:
+                raise NoPlanError("a tuple in a tuple")
 
-    def __call__(self, given: tuple[Any, ...]) -> Any:
-        """The results of a call like this one, None for another."""
-        for i, length in self.tuples:
-            entries = given[i]
-            if type(entries) is not tuple or len(entries) != length:
-                return None
-            given += entries
-        options = self.options(given)
-        if tuple(map(type, options)) != self.types or options != self.optioned:
-            return None
-        if (
-            _chosen() != self.chosen
-            or _forced() is not self.forced
-            or _default_dtype() is not self.default_dtype
-            or _recording() is not self.recording
-        ):
-            return None
-        tensors = self.tensors(given)
-        if not self.alike(*tensors):
-            return None
-        addresses = [x.data_ptr() for x in tensors]
-        if math.gcd(16, *addresses) != 16:  # only calls with aligned tensors are recalled
-            return None
-        return self.plan(tensors, addresses)
+    take(given, "given", "x")
+    for name, setting in zip(("chosen", "forced", "default_dtype", "recording"), _settings, strict=True):
+        names[name], names[f"{name}_is"] = setting, setting()
+        different.append(f"{name}() is not {name}_is")
+    joined = ", ".join(compared)
+    lines = [
+        *unpacked,
+        f"if {' or '.join(different)}: return None",
+        f"if not alike({joined}): return None",
+        f"addresses = [{', '.join(f'{name}.data_ptr()' for name in compared)}]",
+        "if gcd(16, *addresses) != 16: return None",  # only calls with aligned tensors are recalled
+        f"return plan(({joined},), addresses)",
+    ]
+    names["gcd"] = math.gcd
+    exec("def recall(given):\n    " + "\n    ".join(lines), names)
+    return names["recall"]
 
 
 class Plans:
@@ -298,7 +282,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.by_key: dict[Any, Plan | GraphPlan | None] = {}
-        self.recent: dict[tuple[Any, ...], tuple[Recall, ...]] = {}
+        self.recent: dict[tuple[Any, ...], tuple[Callable[..., Any], ...]] = {}
         """by form: the number of arguments and the names of keywords"""
 
     def clear(self) -> None:
@@ -316,7 +300,7 @@ class Plans:
         """Know this call again."""
         if not any(address & 15 for address in addresses):
             with contextlib.suppress(*NO_PLAN):
-                self.recent[form] = (Recall(given, tensors, plan), *self.recent.get(form, ())[: _MAX_RECENT - 1])
+                self.recent[form] = (_recall(given, tensors, plan), *self.recent.get(form, ())[: _MAX_RECENT - 1])
 
 
 _Op = TypeVar("_Op", bound=Callable[..., Any])

@@ -98,16 +98,19 @@ def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr,
             if KIND == EXPECTATION:
                 loaded += scaled(p, q)
             else:
-                loaded += tl.sum(scaled(p, q), axis=2)
+                loaded += tl.trans(tl.sum(scaled(p, q), axis=2))
     return loaded
 
 
 @jit
 def _load_group(pointers, mask, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """[.., GROUP] neighbours from each pointer, in one load a thread; without the axis where GROUP is 1."""
+    """[.., GROUP] neighbours from each pointer, in one load a thread; without the axis where GROUP is 1.
+
+    The other axes are swapped: of those Triton gives lanes to the first one first, but in a tile to the last one, and
+    moves data between threads where the two differ."""
     if GROUP > 1:
-        mask = tl.expand_dims(mask, 2)
-        pointers = tl.expand_dims(pointers, 2) + tl.arange(0, GROUP)[None, None, :]
+        mask = tl.expand_dims(tl.trans(mask), 2)
+        pointers = tl.expand_dims(tl.trans(pointers), 2) + tl.arange(0, GROUP)[None, None, :]
         # In bytes. GROUP comes first, since Triton 3.3 knows no `int * constexpr`.
         aligned = tl.multiple_of(pointers, [1, 1, GROUP * pointers.dtype.element_ty.primitive_bitwidth // 8])
         pointers = tl.max_contiguous(aligned, [1, 1, GROUP])
