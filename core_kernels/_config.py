@@ -89,6 +89,22 @@ def choose_near(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
     return LaunchConfig(64, chunks, steps, axis=0, num_warps=chunks)
 
 
+_EXPECTED, _MOST_ACTIONS = 4096, 128
+
+
+@functools.cache
+def choose_expected(actions: int, n_rows: int, n_steps: int, rows_adjacent: bool) -> tuple[int, int, int, int]:
+    """(actions that are read at once, rows, steps, warps) of a program that reduces over actions. `actions`: how many
+    neighbours there are."""
+    block = min(_power_of_two_at_least(actions), _MOST_ACTIONS)
+    size = max(32, _EXPECTED // max(block, 4))
+    if rows_adjacent:
+        rows = min(size, _power_of_two_at_least(n_rows))
+        return block, rows, size // rows, 4
+    time = min(size, _power_of_two_at_least(n_steps))
+    return block, size // time, time, 4
+
+
 def _by_rows(n_rows: int, n_steps: int) -> LaunchConfig:
     if n_rows >= 49152:
         rows, chunks, steps = 32, 1, 8

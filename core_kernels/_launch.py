@@ -6,11 +6,12 @@ import contextlib
 import functools
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from rl_triton import _config, _plan, _scan, _tile, _window, boundaries
+from rl_triton import _config, _expected, _plan, _scan, _tile, _window, boundaries
 from rl_triton._algorithm import Expectation, Problem, Taken
 from rl_triton._direct import DirectKernel
 from rl_triton._layout import Layout, Operand, describe
@@ -45,17 +46,7 @@ def _argument(source: Any) -> Any:
         return source.tensor, source.time_stride, *source.row_strides
     first, second = source
     joined = (*_argument(first), first.action_stride, *_argument(second))
-    if isinstance(source, Taken):
-        return joined
-    return (*joined, second.action_stride, first.tensor.shape[-1])
-
-
-def _kind(source: Any) -> int:
-    if isinstance(source, Taken):
-        return _tile.TAKEN.value
-    if isinstance(source, Expectation):
-        return _tile.EXPECTATION.value + min(_group(source.values), _group(source.probs)) - 1
-    return _tile.PLAIN.value
+    return joined if isinstance(source, Taken) else (*joined, second.action_stride)
 
 
 def _group(operand: Operand) -> int:
@@ -63,8 +54,12 @@ def _group(operand: Operand) -> int:
     x = operand.tensor
     if operand.action_stride != 1 or x.data_ptr() % 16:
         return 1
-    most = min(_tile.MAX_GROUP, 16 // x.element_size())
-    return math.gcd(most, x.shape[-1], operand.time_stride, *operand.row_strides)
+    return math.gcd(16 // x.element_size(), x.shape[-1], operand.time_stride, *operand.row_strides)
+
+
+def _has_actions(bounds: Any) -> bool:
+    """Whether the values of successors are reduced over an action axis as they are loaded."""
+    return isinstance(getattr(bounds, "next_values", None), Expectation)
 
 
 def _reach(layout: Layout) -> int:
@@ -87,8 +82,50 @@ def _shared_with_inputs(problem: Problem) -> int:
     return next((i for i, x in enumerate(problem.inputs) if x is values), -1)
 
 
+def _reduced(problem: Problem) -> tuple[Problem, tuple[torch.Tensor, ...], tuple[Callable[..., Any], ...]]:
+    """(the problem, scratch memory, how to prepare launches): an expectation that the scan cannot load is reduced first.
+
+    What it can are neighbouring actions that one load takes."""
+    source = problem.boundary.next_values
+    (operand,) = describe(problem.shape, problem.time_dim, ((source,),)).groups[0]
+    actions, group = source.values.shape[-1], min(_group(operand.values), _group(operand.probs))
+    if actions in (1, group):
+        return problem, (), ()
+    reduced = torch.empty_like(problem.written[0], dtype=problem.dtype)
+    layout = describe(problem.shape, problem.time_dim, ((source, reduced),))
+    operand, result = layout.groups[0]
+    neighbours = operand.values.action_stride == operand.probs.action_stride == 1
+    block, rows, time, num_warps = _config.choose_expected(
+        actions if neighbours else 1, layout.n_rows, layout.n_steps, result.row_strides[0] == 1
+    )
+    given = {
+        "operand": _argument(operand),
+        "result": _argument(result),
+        "sizes": layout.sizes,
+        "n_rows": layout.n_rows,
+        "T": layout.n_steps,
+        "ACTIONS": actions,
+        "BLOCK": block,
+        "GROUP": group,
+        "DIMS": len(layout.sizes),
+        "DTYPE": tl.float64 if problem.dtype == torch.float64 else tl.float32,
+        "INDEX": tl.int32 if _reach(layout) < 2**31 else tl.int64,
+        "ROWS": rows,
+        "TIME": time,
+    }
+    blocks = triton.cdiv(layout.n_rows, rows) * triton.cdiv(layout.n_steps, time)
+    with on(reduced.device):
+        launched = _expected.expected_kernel[(blocks,)](**given, num_warps=num_warps, enable_fp_fusion=False)
+    problem = problem._replace(boundary=problem.boundary._replace(next_values=reduced))
+    return problem, (reduced,), (functools.partial(DirectKernel, launched, given, blocks, reduced.device),)
+
+
 def run(problem: Problem) -> None:
     """Launch the scan on the current stream of the tensors' device. Fills `problem.outputs` and `problem.final`."""
+    scratch: tuple[torch.Tensor, ...] = ()
+    prepared: tuple[Callable[..., Any], ...] = ()
+    if _has_actions(problem.boundary):
+        problem, scratch, prepared = _reduced(problem)
     algorithm, bounds = problem.algorithm, problem.boundary
     shared = _shared_with_inputs(problem)
     # `valid` concerns the skeleton too, and has a place of its own.
@@ -163,8 +200,11 @@ def run(problem: Problem) -> None:
             "VARIANT": algorithm.code,
             "LOOKAHEAD": algorithm.lookahead,
             "REVERSE": algorithm.reverse,
-            "INPUT_KINDS": sum(_kind(x) * _tile.KINDS.value**i for i, x in enumerate(layout.groups[0])),
-            "NEXT_KIND": _kind(layout.groups[2][_NEXT_SLOT] if isinstance(bounds, boundaries.Successors) else None),
+            "INPUT_KINDS": sum(
+                (_tile.TAKEN if isinstance(x, Taken) else _tile.PLAIN).value * _tile.KINDS.value**i
+                for i, x in enumerate(layout.groups[0])
+            ),
+            "ACTIONS": bounds.next_values.values.shape[-1] if _has_actions(bounds) else 0,
             "VALUES": shared,
             "N_INPUTS": len(problem.inputs),
             "N_FACTORS": len(problem.factors),
@@ -175,7 +215,6 @@ def run(problem: Problem) -> None:
             "PREFETCH": config.prefetch,
         }
     device = problem.written[0].device
-    scratch: tuple[torch.Tensor, ...] = ()
     phases: tuple[dict[str, Any], ...] = ({},)
     if problem.window is None:
         tiles = triton.cdiv(layout.n_steps, config.chunks * config.steps)
@@ -185,24 +224,24 @@ def run(problem: Problem) -> None:
         parts = triton.cdiv(tiles, tiles_a_part)
         blocks *= parts
         if parts > 1:
-            scratch = (torch.empty(4, parts, layout.n_rows, dtype=problem.dtype, device=device),)
+            maps = torch.empty(4, parts, layout.n_rows, dtype=problem.dtype, device=device)
+            scratch += (maps,)
             phases = ({"COMPOSING": True}, {})
         arguments |= {
-            "maps": scratch[0] if scratch else None,
+            "maps": maps if parts > 1 else None,
             "n_parts": parts,
             "tiles_a_part": tiles_a_part,
             "PARTS": triton.next_power_of_2(parts),
             "COMPOSING": False,
         }
-    prepared = []
     with on(device):
         for phase in phases:
             given = arguments | phase
             # Contraction would make the bits depend on the launch configuration and on the Triton version.
             launched = kernel[(blocks,)](**given, num_warps=config.num_warps, enable_fp_fusion=False)
-            prepared.append(functools.partial(DirectKernel, launched, given, blocks, device))
+            prepared += (functools.partial(DirectKernel, launched, given, blocks, device),)
     if not interpreted(kernel):
-        _plan.record(_plan.Launch(problem.written, scratch, tuple(prepared)))
+        _plan.record(_plan.Launch(problem.written, scratch, prepared))
 
 
 def _per_row(output: torch.Tensor | None, problem: Problem) -> bool:
@@ -219,7 +258,6 @@ def interpreting() -> bool:
     return interpreted(_scan.scan_kernel)
 
 
-_NEXT_SLOT = 4  # of `next_values`, likewise
 _VALUES_SLOT = 5  # of `values` among the fields of `Successors`, which is also its place in the kernel's boundary
 _BOUNDARY_KERNELS = {
     boundaries.Predecessors: (boundaries.fetch_predecessors, boundaries.predecessors),

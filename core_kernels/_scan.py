@@ -179,6 +179,7 @@ def fetch(
     REVERSE: tl.constexpr,
     START: tl.constexpr,
     INPUT_KINDS: tl.constexpr,
+    ACTIONS: tl.constexpr,
     VALUES: tl.constexpr,
     N_INPUTS: tl.constexpr,
     N_FACTORS: tl.constexpr,
@@ -218,8 +219,8 @@ def fetch(
         WHOLE,
     )  # fmt: skip
     bounds = FETCH_BOUNDARY(
-        boundary, inputs, x, sizes, rows, row_mask, start, T, REVERSE, START, VALUES, ROWS, CHUNKS, STEPS, AXIS, DIMS,
-        WHOLE,
+        boundary, inputs, x, sizes, rows, row_mask, start, T, REVERSE, START, VALUES, ACTIONS, ROWS, CHUNKS, STEPS,
+        AXIS, DIMS, DTYPE, WHOLE,
     )  # fmt: skip
     return valid, x, f, bounds
 
@@ -250,7 +251,7 @@ def scan_kernel(
     REVERSE: tl.constexpr,
     START: tl.constexpr,
     INPUT_KINDS: tl.constexpr,
-    NEXT_KIND: tl.constexpr,
+    ACTIONS: tl.constexpr,
     VALUES: tl.constexpr,
     N_INPUTS: tl.constexpr,
     N_FACTORS: tl.constexpr,
@@ -317,13 +318,13 @@ def scan_kernel(
     if PREFETCH:
         valid, x, f, bounds = fetch(
             inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
-            INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
+            INPUT_KINDS, ACTIONS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
         )  # fmt: skip
     for k in range(begin, end):
         if not PREFETCH:
             valid, x, f, bounds = fetch(
                 inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
-                INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
+                INPUT_KINDS, ACTIONS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
             )  # fmt: skip
         if PREFETCH and AXIS == 0:
             # The next tile is asked for before this one is worked on: a program has few warps to wait with.
@@ -331,7 +332,7 @@ def scan_kernel(
             more = row_mask & (rows * 0 + k + 1 < end)
             valid_ahead, x_ahead, f_ahead, bounds_ahead = fetch(
                 inputs, factors, boundary, valid_flags, sizes, rows, more, ahead_start, T, FETCH_BOUNDARY, REVERSE,
-                START, INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
+                START, INPUT_KINDS, ACTIONS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
             )  # fmt: skip
         t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
         numbers = ()
@@ -355,7 +356,6 @@ def scan_kernel(
             CLOSED,
             REVERSE,
             START,
-            NEXT_KIND,
             VALUES,
             ROWS,
             CHUNKS,
@@ -459,7 +459,7 @@ def scan_kernel(
             more = row_mask & (rows * 0 + k + 1 < end)
             valid, x, f, bounds = fetch(
                 inputs, factors, boundary, valid_flags, sizes, rows, more, start, T, FETCH_BOUNDARY, REVERSE, START,
-                INPUT_KINDS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
+                INPUT_KINDS, ACTIONS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
             )  # fmt: skip
 
     once = tile_mask & (place == 0)

@@ -9,19 +9,17 @@ steps. AXIS 0 is for steps whose rows are neighbours: each step is a load of its
 
 A tensor reaches the kernel as an operand (pointer, time stride, row strides...): row strides run over the DIMS batch
 axes that are left after collapsing, innermost first, as `sizes` does. A tensor with an action axis has one more stride,
-and behind it the tensor that it is read with: `TAKEN` (table, actions), `EXPECTATION` (values, probabilities, number of
-actions). Strides and offsets are in elements and int64.
+and behind it the tensor that it is read with: the actions that are taken, or the probabilities of an expectation.
+Strides and offsets are in elements and int64.
 """
 
 from __future__ import annotations
 
 from rl_triton._triton import constant, interpreted, jit, libdevice, tl
 
-# What an operand is: a tensor, one entry of its action axis, or a sum over it; `EXPECTATION` + n - 1 where each n
-# actions are neighbours in memory and begin where they can be read at once.
-PLAIN, TAKEN, EXPECTATION = map(constant, range(3))
-MAX_GROUP = 4
-KINDS = constant(2 + MAX_GROUP)
+# What an input is: a tensor, or one entry of its action axis.
+PLAIN, TAKEN = map(constant, range(2))
+KINDS = constant(2)
 
 
 @jit
@@ -78,42 +76,12 @@ def load_flag(operand, sizes, rows, t, mask, DIMS: tl.constexpr):
 
 @jit
 def load(operand, sizes, rows, t, mask, DIMS: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr = PLAIN):
-    """Elements at (rows, t) in the arithmetic dtype; 0 where the mask is off.
-
-    An expectation is reduced action by action: no tile has an action axis.
-    """
+    """Elements at (rows, t) in the arithmetic dtype; 0 where the mask is off."""
     pointers = address(operand, sizes, rows, t, DIMS)
-    if KIND == PLAIN:
-        loaded = tl.load(pointers, mask=mask, other=0).to(DTYPE)
-    elif KIND == TAKEN:
+    if KIND == TAKEN:
         actions = address(operand, sizes, rows, t, DIMS, 3 + DIMS)
         action = tl.load(actions, mask=mask, other=0).to(tl.int64)
-        loaded = tl.load(pointers + action * operand[2 + DIMS], mask=mask, other=0).to(DTYPE)
-    else:
-        probs = address(operand, sizes, rows, t, DIMS, 3 + DIMS)
-        loaded = tl.where(mask, 0.0, 0.0).to(DTYPE)
-        for action in range(0, operand[6 + 2 * DIMS], KIND - EXPECTATION + 1):
-            p = _load_group(probs + action * operand[5 + 2 * DIMS], mask, DTYPE, KIND - EXPECTATION + 1)
-            q = _load_group(pointers + action * operand[2 + DIMS], mask, DTYPE, KIND - EXPECTATION + 1)
-            if KIND == EXPECTATION:
-                loaded += scaled(p, q)
-            else:
-                loaded += tl.trans(tl.sum(scaled(p, q), axis=2))
-    return loaded
-
-
-@jit
-def _load_group(pointers, mask, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """[.., GROUP] neighbours from each pointer, in one load a thread; without the axis where GROUP is 1.
-
-    The other axes are swapped: of those Triton gives lanes to the first one first, but in a tile to the last one, and
-    moves data between threads where the two differ."""
-    if GROUP > 1:
-        mask = tl.expand_dims(tl.trans(mask), 2)
-        pointers = tl.expand_dims(tl.trans(pointers), 2) + tl.arange(0, GROUP)[None, None, :]
-        # In bytes. GROUP comes first, since Triton 3.3 knows no `int * constexpr`.
-        aligned = tl.multiple_of(pointers, [1, 1, GROUP * pointers.dtype.element_ty.primitive_bitwidth // 8])
-        pointers = tl.max_contiguous(aligned, [1, 1, GROUP])
+        pointers += action * operand[2 + DIMS]
     return tl.load(pointers, mask=mask, other=0).to(DTYPE)
 
 
@@ -224,6 +192,102 @@ def load_steps(
         for s in tl.static_range(STEPS):
             steps = steps + (tl.load(pointers, mask=within(row_mask, t + s, T, WHOLE), other=0),)
             pointers += operand[1]
+    return steps
+
+
+@jit
+def expected(
+    operand,
+    sizes,
+    rows,
+    t,
+    mask,
+    ACTIONS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Σ_a probs[a] values[a] at (rows, t), BLOCK actions at a time; 0 where the mask is off.
+
+    Where actions are neighbours in memory a block has an axis of its own, so that lanes read neighbours, GROUP actions
+    each. The other axes are swapped then: of those Triton gives lanes to the first one first, but in a tile to the last
+    one, and moves data between threads where the two differ.
+    """
+    values = address(operand, sizes, rows, t, DIMS)
+    probs = address(operand, sizes, rows, t, DIMS, 3 + DIMS)
+    if BLOCK > 1:
+        values, probs = tl.expand_dims(tl.trans(values), 2), tl.expand_dims(tl.trans(probs), 2)
+        mask = tl.expand_dims(tl.trans(mask), 2)
+    total = _expected_block(values, probs, operand, 0, mask, ACTIONS, BLOCK, GROUP, DIMS, DTYPE)
+    for first in range(BLOCK, ACTIONS, BLOCK):
+        total += _expected_block(values, probs, operand, first, mask, ACTIONS, BLOCK, GROUP, DIMS, DTYPE)
+    if BLOCK > 1:
+        total = tl.trans(tl.sum(total, axis=2))
+    return total
+
+
+@jit
+def _expected_block(
+    values,
+    probs,
+    operand,
+    first,
+    mask,
+    ACTIONS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The terms of the actions from `first` on, before they are added up."""
+    if BLOCK > 1:
+        action = first + tl.arange(0, BLOCK)[None, None, :]
+        # In bytes. GROUP comes first, since Triton 3.3 knows no `int * constexpr`. (A hint is for the sum before it, so
+        # it cannot be given in a function that is handed the sum.)
+        values, probs = values + action, probs + action
+        values = tl.multiple_of(values, [1, 1, GROUP * values.dtype.element_ty.primitive_bitwidth // 8])
+        probs = tl.multiple_of(probs, [1, 1, GROUP * probs.dtype.element_ty.primitive_bitwidth // 8])
+        values, probs = tl.max_contiguous(values, [1, 1, BLOCK]), tl.max_contiguous(probs, [1, 1, BLOCK])
+        if ACTIONS % BLOCK != 0:
+            mask = tl.max_constancy(mask & (action < ACTIONS), [1, 1, GROUP])
+    else:
+        values, probs = values + first * operand[2 + DIMS], probs + first * operand[5 + 2 * DIMS]
+    return scaled(tl.load(probs, mask=mask, other=0).to(DTYPE), tl.load(values, mask=mask, other=0).to(DTYPE))
+
+
+@jit
+def load_expected(
+    operand,
+    sizes,
+    rows,
+    row_mask,
+    start,
+    T,
+    ACTIONS: tl.constexpr,
+    REVERSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AXIS: tl.constexpr,
+    DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """S tiles of expectations over so few actions that one load takes them all; 0 beyond the window."""
+    steps = ()
+    if AXIS == 1:
+        WIDTH: tl.constexpr = STEPS if STEPS < 4 else 4
+        for part in tl.static_range(STEPS // WIDTH):
+            t = wide_steps(start, part, CHUNKS, STEPS, WIDTH)
+            mask = within(row_mask, t, T, WHOLE)
+            x = expected(operand, sizes, rows, t, mask, ACTIONS, ACTIONS, ACTIONS, DIMS, DTYPE)
+            steps = steps + unstacked(x, ROWS, CHUNKS, WIDTH)
+    else:
+        t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
+        for s in tl.static_range(STEPS):
+            mask = within(row_mask, t + s, T, WHOLE)
+            steps = steps + (expected(operand, sizes, rows, t + s, mask, ACTIONS, ACTIONS, ACTIONS, DIMS, DTYPE),)
     return steps
 
 

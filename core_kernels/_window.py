@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from rl_triton._scan import product
 from rl_triton._tile import (
-    PLAIN,
     address,
     float_factor,
     load,
@@ -136,7 +135,9 @@ def near_kernel(
         at_edge = t != t if WHOLE and s % STEPS < STEPS - 1 else t + s == T - 1
         if START:
             ended = ended | (last_done & at_edge)
-        carries, beyond = flagged(boundary, ended, cuts[s] != 0, sizes, rows, t + s, PLAIN, DIMS, DTYPE)
+        cut_short = cuts[s] != 0
+        v_next = _next_value(boundary, ended, cut_short, sizes, rows, t + s, DIMS, DTYPE)
+        carries, beyond = flagged(boundary, ended, cut_short, v_next, sizes, rows, t + s, DIMS, DTYPE)
         if factors[0][0] is not None:
             gamma = gammas[s].to(DTYPE)
         else:
@@ -166,7 +167,18 @@ def _flagged_at(boundary, sizes, rows, row_mask, t, T, START: tl.constexpr, DIMS
     truncated = ended
     if boundary[2] is not None:
         truncated = load_flag(boundary[2], sizes, rows, t, row_mask & (t < T), DIMS)
-    return flagged(boundary, ended, truncated, sizes, rows, t, PLAIN, DIMS, DTYPE)
+    v_next = _next_value(boundary, ended, truncated, sizes, rows, t, DIMS, DTYPE)
+    return flagged(boundary, ended, truncated, v_next, sizes, rows, t, DIMS, DTYPE)
+
+
+@jit
+def _next_value(boundary, ended, truncated, sizes, rows, t, DIMS: tl.constexpr, DTYPE: tl.constexpr):
+    """V(s'_t) where `flagged` selects it, if it is given for each step."""
+    if boundary[2] is not None and boundary[3] is None:
+        value = load(boundary[4], sizes, rows, t, truncated & (ended == 0), DIMS, DTYPE)
+    else:
+        value = tl.where(ended, 0.0, 0.0).to(DTYPE)
+    return value
 
 
 @jit

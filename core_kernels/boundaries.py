@@ -31,7 +31,7 @@ import torch
 
 from rl_triton import _checks
 from rl_triton._algorithm import Expectation
-from rl_triton._tile import address, load, load_flag, load_steps, steps_from, upcoming, within
+from rl_triton._tile import address, load, load_expected, load_flag, load_steps, steps_from, upcoming, within
 from rl_triton._triton import constant, jit, tl
 
 
@@ -102,16 +102,14 @@ EDGE, VALID, ENDED, TRUNCATED = map(constant, range(4))
 
 
 @jit
-def flagged(
-    boundary, ended, truncated, sizes, rows, t, NEXT_KIND: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr
-):
+def flagged(boundary, ended, truncated, next_value, sizes, rows, t, DIMS: tl.constexpr, DTYPE: tl.constexpr):
     """Whether row t carries a flag, and V(s'_t) if so: 0 where it ended, its bootstrap where it was only truncated."""
     if boundary[2] is not None:
         cut_short = truncated & (ended == 0)
         if boundary[3] is not None:
             value = load(boundary[3], sizes, rows, t, cut_short, DIMS, DTYPE)
         else:
-            value = load(boundary[4], sizes, rows, t, cut_short, DIMS, DTYPE, NEXT_KIND)
+            value = tl.where(cut_short, next_value, 0.0)
         carries = ended | cut_short
     else:
         value = tl.where(ended, 0.0, 0.0).to(DTYPE)
@@ -139,14 +137,18 @@ def fetch_successors(
     REVERSE: tl.constexpr,
     START: tl.constexpr,
     VALUES: tl.constexpr,
+    ACTIONS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The flags; V(s_t), which as a rule is an input; and V and the start flag of the step after each chunk."""
+    """The flags; V(s_t), which as a rule is an input; V and the start flag of the step after each chunk; and last the
+    values of all successors, where they are given. (Read on every row, and selected later: where they count is known
+    from the flags, and who waits for those waits for memory twice.)"""
     t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
     past = row_mask & (t + STEPS < T)
     tiles = load_steps(boundary[1], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE)
@@ -163,6 +165,15 @@ def fetch_successors(
         tiles = tiles + load_steps(
             boundary[5], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
         )
+    if boundary[4] is not None and ACTIONS == 0:
+        tiles = tiles + load_steps(
+            boundary[4], sizes, rows, row_mask, start, T, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, WHOLE
+        )
+    elif boundary[4] is not None:
+        tiles = tiles + load_expected(
+            boundary[4], sizes, rows, row_mask, start, T, ACTIONS, REVERSE, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE,
+            WHOLE,
+        )  # fmt: skip
     return tiles
 
 
@@ -184,7 +195,6 @@ def successors(
     CLOSED: tl.constexpr,
     REVERSE: tl.constexpr,
     START: tl.constexpr,
-    NEXT_KIND: tl.constexpr,
     VALUES: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -203,6 +213,8 @@ def successors(
     """
     TRUNCATED: tl.constexpr = STEPS + 1 if START else STEPS
     AFTER: tl.constexpr = TRUNCATED + STEPS if boundary[2] is not None else TRUNCATED
+    HAS_VALUES: tl.constexpr = VALUES >= 0 or boundary[5] is not None
+    NEXT: tl.constexpr = (AFTER + 1 + (0 if VALUES >= 0 else STEPS)) if HAS_VALUES else AFTER
     t = steps_from(start, REVERSE, CHUNKS, STEPS, AXIS)
     ended = ()
     if START:  # the flag of the next row, or that of the window's edge, ends a row
@@ -217,10 +229,15 @@ def successors(
         truncated = ()
         for s in tl.static_range(STEPS):
             truncated = truncated + (fetched[TRUNCATED + s] != 0,)
+    next_value = ()
+    for s in tl.static_range(STEPS):
+        next_value = next_value + (tl.zeros_like(numbers[s]) if boundary[4] is None else fetched[NEXT + s].to(DTYPE),)
     carries = ()
     flag_value = ()
     for s in tl.static_range(STEPS):
-        carries_s, value_s = flagged(boundary, ended[s], truncated[s], sizes, rows, t + s, NEXT_KIND, DIMS, DTYPE)
+        carries_s, value_s = flagged(
+            boundary, ended[s], truncated[s], next_value[s], sizes, rows, t + s, DIMS, DTYPE
+        )
         carries = carries + (carries_s,)
         flag_value = flag_value + (value_s,)
 
@@ -233,7 +250,7 @@ def successors(
             own = own + (fetched[AFTER + 1 + s].to(DTYPE),)
         else:
             own = own + (flag_value[s],)  # nobody reads it
-    if VALUES >= 0 or boundary[5] is not None:
+    if HAS_VALUES:
         own = own + (fetched[AFTER].to(DTYPE),)
     else:
         own = own + (flag_value[0],)
@@ -274,8 +291,7 @@ def successors(
         v_open = v_follow[s]
         v_follow_s = v_open
         if boundary[4] is not None:
-            successor = load(boundary[4], sizes, rows, t + s, valid[s] & (cut_s == 0), DIMS, DTYPE, NEXT_KIND)
-            v_open = tl.where(cut_s, v_open, successor)
+            v_open = tl.where(cut_s, v_open, next_value[s])
             v_follow_s = tl.where(at_edge[s], v_open, v_follow_s)
         follow = follow + (v_follow_s,)
         v_next = v_next + (tl.where(carries[s], flag_value[s], v_open),)
@@ -299,11 +315,13 @@ def fetch_resets(
     REVERSE: tl.constexpr,
     START: tl.constexpr,
     VALUES: tl.constexpr,
+    ACTIONS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """The flags, and with end flags that of the step before each chunk."""
@@ -333,7 +351,6 @@ def resets(
     CLOSED: tl.constexpr,
     REVERSE: tl.constexpr,
     START: tl.constexpr,
-    NEXT_KIND: tl.constexpr,
     VALUES: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -372,11 +389,13 @@ def fetch_predecessors(
     REVERSE: tl.constexpr,
     START: tl.constexpr,
     VALUES: tl.constexpr,
+    ACTIONS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """The flags, and those of the step before each chunk, or after it where they are start flags."""
@@ -410,7 +429,6 @@ def predecessors(
     CLOSED: tl.constexpr,
     REVERSE: tl.constexpr,
     START: tl.constexpr,
-    NEXT_KIND: tl.constexpr,
     VALUES: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -462,11 +480,13 @@ def fetch_nothing(
     REVERSE: tl.constexpr,
     START: tl.constexpr,
     VALUES: tl.constexpr,
+    ACTIONS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     AXIS: tl.constexpr,
     DIMS: tl.constexpr,
+    DTYPE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """No boundary, no flags. (A tuple of no tiles is more than some versions of Triton can carry in a loop.)"""
@@ -491,7 +511,6 @@ def unbounded(
     CLOSED: tl.constexpr,
     REVERSE: tl.constexpr,
     START: tl.constexpr,
-    NEXT_KIND: tl.constexpr,
     VALUES: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
