@@ -307,18 +307,20 @@ class PlannedLoop:
         places.ties.extend((i, found, spans[i][0] - spans[found][0]) for i in given[1:])
         return found, start - spans[found][0]
 
-    def __call__(self, addresses: list[int], made: list[torch.Tensor]) -> bool:
-        places = *addresses, *[x.data_ptr() for x in made], 0
-        table = np.array([places[i] + at for i, at in self.slots], np.int64)
-        self.loop(*self.arguments, table)
-        return True
+    def write(self, code: _plan.Code, addresses: list[str], made: list[str]) -> None:
+        places = *addresses, *(f"{x}.data_ptr()" for x in made), "0"
+        code.add(f"{code.name(self)}(({', '.join(places)}))")
+
+    def __call__(self, places: tuple[int, ...]) -> None:
+        """Run it on the addresses of the call's tensors and of those that it made, with a zero behind."""
+        self.loop(*self.arguments, np.array([places[i] + at for i, at in self.slots], np.int64))
 
 
 def kept_loop(call: Callable[[], Any], tensors: list[torch.Tensor]) -> PlannedLoop | None:
     """Make a call of an operation's ordinary path on CPU tensors and keep its loop; None where that cannot be kept.
 
     For whoever calls with the same options and layouts again and again, and makes sure of that: the loop checks
-    nothing. It is called with the addresses of `tensors`, which are all that the call reads and writes.
+    nothing. It is called with the addresses of `tensors`, which are all that the call reads and writes, and a zero.
     """
     with _plan.recording() as launches:
         call()

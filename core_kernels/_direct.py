@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rl_triton._plan import NoPlanError, Places
+from rl_triton._plan import Code, NoPlanError, Places
 
 _PACKERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
@@ -87,20 +87,18 @@ class DirectKernel:
         self.launch = _driver()
         self.local = threading.local()
 
-    def __call__(self, addresses: list[int], made: list[torch.Tensor]) -> bool:
-        if torch._C._cuda_getDevice() != self.device:
-            return False
-        try:
-            parameters, config, call = self.local.prepared
-        except AttributeError:
-            parameters, config, call = self._prepare()
-        for slot, i in self.read:
-            parameters[slot] = addresses[i]
-        for slot, i in self.written:
-            parameters[slot] = made[i].data_ptr()
-        config.stream = torch._C._cuda_getCurrentRawStream(self.device)
-        # What fails here, as in a thread without a context, the ordinary path mends, or tells what is wrong.
-        return not self.launch(*call)
+    def write(self, code: Code, addresses: list[str], made: list[str]) -> None:
+        local, prepare = code.name(self.local), code.name(self._prepare)
+        code.add(
+            f"if {code.name(torch._C._cuda_getDevice)}() != {self.device}: return None",
+            f"try: parameters, config, call = {local}.prepared",
+            f"except AttributeError: parameters, config, call = {prepare}()",
+            *(f"parameters[{slot}] = {addresses[i]}" for slot, i in self.read),
+            *(f"parameters[{slot}] = {made[i]}.data_ptr()" for slot, i in self.written),
+            f"config.stream = {code.name(torch._C._cuda_getCurrentRawStream)}({self.device})",
+            # What fails here, as in a thread without a context, the ordinary path mends, or tells what is wrong.
+            f"if {code.name(self.launch)}(*call): return None",
+        )
 
     def _prepare(self) -> tuple[Any, Any, Any]:
         """This thread's parameters and configuration, and the arguments of the driver's function, which point there."""

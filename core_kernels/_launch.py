@@ -83,9 +83,8 @@ def _shared_with_inputs(problem: Problem) -> int:
 
 
 def _reduced(problem: Problem) -> tuple[Problem, tuple[torch.Tensor, ...], tuple[Callable[..., Any], ...]]:
-    """(the problem, scratch memory, how to prepare launches): an expectation that the scan cannot load is reduced first.
-
-    What it can are neighbouring actions that one load takes."""
+    """(the problem, scratch memory, how to prepare launches): an expectation is reduced first, unless one load takes
+    all actions of a step, which the scan can do."""
     source = problem.boundary.next_values
     (operand,) = describe(problem.shape, problem.time_dim, ((source,),)).groups[0]
     actions, group = source.values.shape[-1], min(_group(operand.values), _group(operand.probs))

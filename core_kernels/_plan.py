@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -68,8 +67,34 @@ class Places(NamedTuple):
         raise NoPlanError("an address that is none of the arguments'")
 
 
-Start = Callable[[list[int], list[torch.Tensor]], bool]
-"""Start on the addresses of the call's tensors and on what it made; False where the ordinary path has to."""
+class Code:
+    """A function in the making: loops over the tensors of a call take longer than what is done to each."""
+
+    def __init__(self, *parameters: str) -> None:
+        self.lines = [f"def function({', '.join(parameters)}):"]
+        self.names: dict[str, Any] = {}
+
+    def add(self, *lines: str) -> None:
+        self.lines += [f"    {line}" for line in lines]
+
+    def name(self, x: Any) -> str:
+        """What x, which is no number or text, is called in the code."""
+        name = f"given{len(self.names)}"
+        self.names[name] = x
+        return name
+
+    def function(self) -> Callable[..., Any]:
+        exec("\n".join(self.lines), self.names)
+        return self.names.pop("function")
+
+
+class Start(Protocol):
+    """A kernel or a loop with all in place but the addresses."""
+
+    def write(self, code: Code, addresses: list[str], made: list[str]) -> None:
+        """Add the lines that start it, which return None where the ordinary path has to.
+
+        addresses, made: what those of the call's tensors, and the tensors that it made, are called."""
 
 
 class Launch(NamedTuple):
@@ -110,43 +135,41 @@ def recording() -> Iterator[list[Any]]:
 
 
 class Plan:
-    """A call with all but its memory in place."""
+    """A call with all but its memory in place: `run` takes its tensors and then their addresses, and gives the results,
+    or None where this call has to take the ordinary path."""
 
     def __init__(self, launch: Launch, tensors: list[torch.Tensor], given: bool, result: Any) -> None:
         """given: the results are among the tensors, as `out`."""
-        self.ties = [(i, j, 0) for i, j in _shared([x.data_ptr() for x in tensors])]
-        arguments = {x.data_ptr(): i for i, x in enumerate(tensors)}
-        self.new = [_allocator(x) for x in (*(() if given else launch.outputs), *launch.scratch)]
-        self.given = [arguments[x.data_ptr()] for x in launch.outputs] if given else []
-        self.overlap = _overlap(self.given, [span(x) for x in tensors])
-        self.structure = None if isinstance(result, torch.Tensor) else type(result)
-        self.n_results = len(launch.outputs) if launch.scratch else None
-        places = Places(tensors, [*launch.outputs, *launch.scratch], self.ties)
-        self.starts = [prepare(places) for prepare in launch.prepare]
-
-    def __call__(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Any:
-        """The results, or None where this call has to take the ordinary path."""
-        for i, j, between in self.ties:
-            if addresses[i] - addresses[j] != between:
-                return None
-        made: list[torch.Tensor] = []
-        if self.given:
-            if self.overlap(addresses):
-                return None  # the ordinary path looks closer, or words the error
-            for i in self.given:
-                if tensors[i].requires_grad:
-                    return None
-                made.append(tensors[i])
-            torch.autograd.graph.increment_version(made)
-        for allocate in self.new:
-            made.append(allocate())
-        for start in self.starts:
-            if not start(addresses, made):
-                return None
-        if self.structure is None:
-            return made[0]
-        # A named tuple takes long to make by its own name.
-        return tuple.__new__(self.structure, made[: self.n_results])
+        ties = [(i, j, 0) for i, j in _shared([x.data_ptr() for x in tensors])]
+        places = Places(tensors, [*launch.outputs, *launch.scratch], ties)
+        starts = [prepare(places) for prepare in launch.prepare]
+        arguments, addresses = ([f"{name}{i}" for i in range(len(tensors))] for name in ("x", "at"))
+        code = Code(*arguments, *addresses)
+        code.add(*(f"if {addresses[i]} - {addresses[j]} != {between}: return None" for i, j, between in ties))
+        results: list[str] = []
+        if given:
+            positions = {x.data_ptr(): i for i, x in enumerate(tensors)}
+            written = [positions[x.data_ptr()] for x in launch.outputs]
+            results = [arguments[i] for i in written]
+            # The ordinary path looks closer, or words the error.
+            wrong = [
+                *_overlaps(written, addresses, [span(x) for x in tensors]),
+                *(f"{x}.requires_grad" for x in results),
+            ]
+            code.add(f"if {' or '.join(wrong)}: return None")
+            code.add(f"{code.name(torch.autograd.graph.increment_version)}(({', '.join(results)},))")
+        made = results.copy()
+        for x in (*(() if given else launch.outputs), *launch.scratch):
+            made.append(f"made{len(made)}")
+            code.add(f"{made[-1]} = {code.name(_allocator(x))}()")
+        for start in starts:
+            start.write(code, addresses, made)
+        wanted = made[: len(launch.outputs)]
+        if isinstance(result, torch.Tensor):
+            code.add(f"return {wanted[0]}")
+        else:  # a named tuple takes long to make by its own name
+            code.add(f"return {code.name(tuple.__new__)}({code.name(type(result))}, ({', '.join(wanted)},))")
+        self.run = code.function()
 
 
 class GraphPlan:
@@ -166,11 +189,11 @@ class GraphPlan:
                 self.arguments[position] = None  # no plan holds memory
         self.structure = None if isinstance(result, torch.Tensor) else type(result)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Any:
-        """The results with their graph."""
+    def run(self, *given: Any) -> Any:
+        """The results with their graph, of the call's tensors and their addresses."""
         arguments = self.arguments.copy()
         for position, i in self.read:
-            arguments[position] = tensors[i]
+            arguments[position] = given[i]
         results = self.apply(*arguments)
         return results[0] if self.structure is None else tuple.__new__(self.structure, results)
 
@@ -191,11 +214,10 @@ def _shared(addresses: list[int]) -> list[tuple[int, int]]:
     return [(i, addresses.index(x)) for i, x in enumerate(addresses) if addresses.index(x) < i]
 
 
-def _overlap(given: list[int], spans: list[int]) -> Callable[[list[int]], bool]:
-    """Whether a result that is given lies where another argument does, as a function of the addresses."""
-    pairs = {(min(i, j), max(i, j)) for i in given for j in range(len(spans)) if i != j}
-    apart = (f"-{spans[i]} < at[{i}] - at[{j}] < {spans[j]}" for i, j in sorted(pairs))
-    return eval(f"lambda at: {' or '.join(apart) or False}")
+def _overlaps(written: list[int], addresses: list[str], spans: list[int]) -> list[str]:
+    """Whether a result that is given lies where another argument does: a condition for each pair."""
+    pairs = {(min(i, j), max(i, j)) for i in written for j in range(len(spans)) if i != j}
+    return [f"-{spans[i]} < {addresses[i]} - {addresses[j]} < {spans[j]}" for i, j in sorted(pairs)]
 
 
 def span(x: torch.Tensor) -> int:
@@ -238,43 +260,36 @@ def _recall(given: tuple[Any, ...], tensors: list[torch.Tensor], plan: Plan | Gr
     alike = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if not alike(*tensors):
         raise NoPlanError("tensors that PyTorch's guards do not know again")
-    names: dict[str, Any] = {"alike": alike, "plan": plan}
-    unpacked: list[str] = []
+    code = Code("given")
     different: list[str] = []
     compared: list[str] = []  # the tensors, in the order that `_describe` sees them
 
     def take(entries: tuple[Any, ...], source: str, prefix: str) -> None:
-        """Code that takes entries out of a tuple, and that compares them with these."""
+        """Take entries out of a tuple, and compare them with these."""
         own = [f"{prefix}{i}" for i in range(len(entries))]
-        unpacked.append(f"{', '.join(own)}, = {source}")
+        code.add(f"{', '.join(own)}, = {source}")
         for name, x in zip(own, entries, strict=True):
             if type(x) in _SCALARS:
-                names[f"{name}_is"], names[f"{name}_type"] = x, type(x)
-                different.append(f"type({name}) is not {name}_type or {name} != {name}_is")
+                different.append(f"type({name}) is not {code.name(type(x))} or {name} != {code.name(x)}")
             elif type(x) is not tuple:
                 compared.append(name)
             elif x and tuple not in map(type, x):
-                unpacked.append(f"if type({name}) is not tuple or len({name}) != {len(x)}: return None")
+                code.add(f"if type({name}) is not tuple or len({name}) != {len(x)}: return None")
                 take(x, name, f"{name}_")
             else:
                 raise NoPlanError("a tuple in a tuple")
 
     take(given, "given", "x")
-    for name, setting in zip(("chosen", "forced", "default_dtype", "recording"), _settings, strict=True):
-        names[name], names[f"{name}_is"] = setting, setting()
-        different.append(f"{name}() is not {name}_is")
-    joined = ", ".join(compared)
-    lines = [
-        *unpacked,
+    different += [f"{code.name(setting)}() is not {code.name(setting())}" for setting in _settings]
+    joined, addresses = ", ".join(compared), [f"at{i}" for i in range(len(compared))]
+    code.add(
         f"if {' or '.join(different)}: return None",
-        f"if not alike({joined}): return None",
-        f"addresses = [{', '.join(f'{name}.data_ptr()' for name in compared)}]",
-        "if gcd(16, *addresses) != 16: return None",  # only calls with aligned tensors are recalled
-        f"return plan(({joined},), addresses)",
-    ]
-    names["gcd"] = math.gcd
-    exec("def recall(given):\n    " + "\n    ".join(lines), names)
-    return names["recall"]
+        f"if not {code.name(alike)}({joined}): return None",
+        *(f"{at} = {x}.data_ptr()" for at, x in zip(addresses, compared, strict=True)),
+        f"if ({' | '.join(addresses)}) & 15: return None",  # only calls with aligned tensors are recalled
+        f"return {code.name(plan.run)}({joined}, {', '.join(addresses)})",
+    )
+    return code.function()
 
 
 class Plans:
@@ -342,7 +357,7 @@ def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans, form: tuple[Any, ...
     plan = plans.by_key.get(kind, _NEW)
     if plan is _NEW:
         return _first(op, args, kwargs, plans.by_key, kind, tensors)
-    result = None if plan is None else plan(tensors, addresses)
+    result = None if plan is None else plan.run(*tensors, *addresses)
     if result is None:
         return op(*args, **kwargs)
     plans.recall(form, given, tensors, addresses, plan)

@@ -235,9 +235,7 @@ def successors(
     carries = ()
     flag_value = ()
     for s in tl.static_range(STEPS):
-        carries_s, value_s = flagged(
-            boundary, ended[s], truncated[s], next_value[s], sizes, rows, t + s, DIMS, DTYPE
-        )
+        carries_s, value_s = flagged(boundary, ended[s], truncated[s], next_value[s], sizes, rows, t + s, DIMS, DTYPE)
         carries = carries + (carries_s,)
         flag_value = flag_value + (value_s,)
 

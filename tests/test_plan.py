@@ -48,14 +48,20 @@ def followed(monkeypatch):
     """Which calls from here on have been done by a plan."""
     forget()
     count = []
-    call = _plan.Plan.__call__
+    make = _plan.Plan.__init__
 
-    def counted(plan, *args):
-        result = call(plan, *args)
-        count.append(result is not None)
-        return result
+    def made(plan, *args):
+        make(plan, *args)
+        run = plan.run
 
-    monkeypatch.setattr(_plan.Plan, "__call__", counted)
+        def counted(*args):
+            result = run(*args)
+            count.append(result is not None)
+            return result
+
+        plan.run = counted
+
+    monkeypatch.setattr(_plan.Plan, "__init__", made)
     return count
 
 
@@ -152,7 +158,8 @@ def test_what_the_driver_is_given(monkeypatch):
         return 0
 
     monkeypatch.setattr(_direct, "_driver", lambda: launch)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    device = 1
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0xABC00000000, raising=False)
     read, made = torch.zeros(4), torch.zeros(4)
     kernel = SimpleNamespace(
@@ -167,12 +174,16 @@ def test_what_the_driver_is_given(monkeypatch):
         torch.device("cuda", 1),
         _plan.Places([read], [made], []),
     )
+    code = _plan.Code("at", "made")
+    direct.write(code, ["at"], ["made"])
+    code.add("return True")
+    start = code.function()
     for address in (0x1000, 0x2000):
-        assert direct([address], [made])
+        assert start(address, made)
         parameters = [address, 0xFFFFFFFE, made.data_ptr(), 0x3F800000, 0, 0]
         assert seen.pop() == ([5, 1, 1, 128, 1, 1, 1024], 0xABC00000000, 0, 0, 0x123400000000, parameters, None)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    assert not direct([0x1000], [made])
+    device = 0
+    assert not start(0x1000, made)
 
 
 def gae(rollout, **options):

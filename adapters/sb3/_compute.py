@@ -146,8 +146,8 @@ def _compute(
     """In place on the host, with the bits of the float32 body."""
     n_steps, n_envs = returns.shape
     kind = kind_of(n_steps, n_envs, buffer.gamma, buffer.gae_lambda) if addresses else None
-    if kind is not None and kind.loop is not None:
-        kind.loop(addresses, [])
+    if addresses and kind is not None and kind.loop is not None:
+        kind.loop((*addresses, 0))
         return
     arrays = buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones, buffer.advantages, returns
     tensors = list(map(torch.from_numpy, arrays))
