@@ -66,11 +66,12 @@ _LANES, _MAX_PARTS = 32, 512
 
 
 @functools.cache
-def choose(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
+def choose(n_rows: int, n_steps: int, rows_adjacent: bool, lookahead: int = 0) -> LaunchConfig:
     """A pure function of the problem's shape, from measurements on an H200 (docs/notes/scan.md). `rows_adjacent`:
     neighbours in memory are neighbouring rows ([T, N] layout), so a warp is as wide as its rows; else it is as wide as
-    its steps, over several rows where these are short."""
-    config = _by_rows(n_rows, n_steps) if rows_adjacent else _by_steps(n_steps)
+    its steps, over several rows where these are short. `lookahead`: of the algorithm; with more of it a step takes
+    more registers."""
+    config = _by_rows(n_rows, n_steps, lookahead) if rows_adjacent else _by_steps(n_steps, lookahead)
     tiles = -(-n_steps // (config.chunks * config.steps))
     warps = -(-n_rows // config.rows) * config.num_warps
     parts = 1
@@ -89,6 +90,7 @@ def choose_near(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
     return LaunchConfig(64, chunks, steps, axis=0, num_warps=chunks)
 
 
+# Elements of a program's tile, and how many actions are read at once at most.
 _EXPECTED, _MOST_ACTIONS = 4096, 128
 
 
@@ -100,31 +102,59 @@ def choose_expected(actions: int, n_rows: int, n_steps: int, rows_adjacent: bool
     size = max(32, _EXPECTED // max(block, 4))
     if rows_adjacent:
         rows = min(size, _power_of_two_at_least(n_rows))
-        return block, rows, size // rows, 4
+        return block, rows, size // rows, 8
     time = min(size, _power_of_two_at_least(n_steps))
-    return block, size // time, time, 4
+    return block, size // time, time, 8
 
 
-def _by_rows(n_rows: int, n_steps: int) -> LaunchConfig:
-    if n_rows >= 49152:
-        rows, chunks, steps = 32, 1, 8
-    elif n_rows >= 24576:
-        rows, chunks, steps = 32, 2, 8
-    elif n_rows >= 12288:
-        rows, chunks, steps = 32, 4, 8
-    elif n_rows >= 6144:
-        rows, chunks, steps = 16, 8, 8
-    elif n_rows >= 2048:
-        rows, chunks, steps = 16, 8, 16
-    else:
-        rows, chunks, steps = 8, 32, 8
+# (rows of the problem at least, steps at most) of a tile of (rows, chunks, steps), by the algorithm's lookahead; the
+# first that fits is taken.
+_ANY = 1 << 62
+_FEW_ROWS = (0, _ANY, (8, 32, 8))
+_TILES_BY_ROWS = (
+    (
+        (2048, 32, (32, 1, 8)),
+        (49152, _ANY, (32, 1, 8)),
+        (24576, _ANY, (32, 2, 8)),
+        (12288, 96, (32, 2, 8)),
+        (12288, _ANY, (32, 4, 8)),
+        (6144, _ANY, (16, 8, 8)),
+        (2048, 128, (16, 8, 8)),
+        (2048, _ANY, (16, 8, 16)),
+        _FEW_ROWS,
+    ),
+    (
+        (2048, 32, (32, 1, 8)),
+        (24576, _ANY, (32, 2, 8)),
+        (6144, _ANY, (32, 2, 16)),
+        (2048, 128, (16, 8, 8)),
+        (2048, _ANY, (16, 8, 16)),
+        _FEW_ROWS,
+    ),
+    (
+        (2048, 8, (32, 2, 4)),
+        (2048, 32, (32, 2, 8)),
+        (12288, _ANY, (32, 2, 8)),
+        (6144, _ANY, (16, 8, 8)),
+        (2048, 128, (8, 16, 8)),
+        (2048, _ANY, (16, 8, 8)),
+        _FEW_ROWS,
+    ),
+)
+
+
+def _by_rows(n_rows: int, n_steps: int, lookahead: int) -> LaunchConfig:
+    rows, chunks, steps = next(
+        tile for least, most, tile in _TILES_BY_ROWS[lookahead] if n_rows >= least and n_steps <= most
+    )
     steps = min(steps, _power_of_two_at_least(n_steps))
     chunks = min(chunks, _power_of_two_at_least(-(-n_steps // steps)))
     rows = max(rows, 32 // chunks)
     return LaunchConfig(rows, chunks, steps, axis=0, num_warps=rows * chunks // 32, prefetch=n_steps > chunks * steps)
 
 
-def _by_steps(n_steps: int) -> LaunchConfig:
-    steps = min(8, _power_of_two_at_least(n_steps))
+def _by_steps(n_steps: int, lookahead: int) -> LaunchConfig:
+    many = lookahead == 2 or (lookahead == 1 and n_steps >= 1024)
+    steps = min(4 if many else 8, _power_of_two_at_least(n_steps))
     chunks = min(32, _power_of_two_at_least(-(-n_steps // steps)))
     return LaunchConfig(32 // chunks, chunks, steps, num_warps=1, prefetch=n_steps > chunks * steps)

@@ -153,8 +153,10 @@ def run(problem: Problem) -> None:
     first = next(y for y in layout.groups[4] if y is not None)
     rows_adjacent = first.row_strides[0] == 1 and first.time_stride != 1
     near = problem.window is not None and problem.window <= _window.NEAR and valid is None
-    choose = _config.choose_near if near else _config.choose
-    config = _config.forced() or choose(layout.n_rows, layout.n_steps, rows_adjacent)
+    shape = layout.n_rows, layout.n_steps, rows_adjacent
+    lookahead = algorithm.lookahead if algorithm.reverse else 0
+    chosen = _config.choose_near(*shape) if near else _config.choose(*shape, lookahead)
+    config = _config.forced() or chosen
     # Triton 3.6 forgets constants (strides of 1) in the inner tuples of a tuple, and 3.5 refuses a tuple of tuples of
     # one kind, unless a constant of its own follows them.
     arguments: dict[str, Any] = {

@@ -23,7 +23,7 @@ class Driver:
 triton.runtime.driver.set_active(Driver())
 
 import rl_triton as rlt
-from rl_triton import _launch, _moments, _scan, _window
+from rl_triton import _expected, _launch, _moments, _scan, _window
 from rl_triton.estimators.adjoint import adjoint, transposed_scan
 
 compiled = []
@@ -36,6 +36,7 @@ class Compiling:
         return lambda *args, **kwargs: compiled.append(self.kernel.warmup(*args, grid=grid, **kwargs))
 
 _scan.scan_kernel = Compiling(_scan.scan_kernel)
+_expected.expected_kernel = Compiling(_expected.expected_kernel)
 _window.near_kernel = Compiling(_window.near_kernel)
 _window.window_kernel = Compiling(_window.window_kernel)
 _moments.moments_kernel = Compiling(_moments.moments_kernel)
@@ -68,6 +69,9 @@ def calls(shape, time_dim, dtype, features):
         x, x, flags, next_q_values=q, next_policy_probs=q, policy_probs=q, behavior_probs=x, actions=actions,
         trace="tree_backup", **scanned, **factor, **options,
     )
+    if not scanned:  # so few actions that the scan reads them itself
+        q = torch.ones(*shape, 16 // x.element_size(), dtype=dtype)
+        rlt.retrace(x, x, flags, next_q_values=q, next_policy_probs=q, **options)
     options = {k: v for k, v in options.items() if k in ("time_dim", "valid", "flags_at")}
     rlt.eligibility_traces(x, flags, kind="replacing", return_final=True, **options, **factor)
     rlt.episodic_cumsum(q, flags, **options)
@@ -103,6 +107,8 @@ with rlt.backend("triton"):
     for shape, time_dim in (((4, 512), 1), ((256, 16), 0)):
         x = torch.ones(shape)
         rlt.vtrace(x, x, x > 0, log_rhos=x, last_values=x.select(time_dim, 0), time_dim=time_dim)
+        q = torch.ones(*shape, 4)
+        rlt.retrace(x, x, x > 0, next_q_values=q, next_policy_probs=q, time_dim=time_dim)
         adjoint(x > 0, x, x, op="gae", gamma=0.99, lambda_=0.9, has_next_values=False, time_dim=time_dim)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         rlt.normalize_advantages(x.to(dtype))
@@ -116,4 +122,4 @@ def test_kernels_compile_for_hopper(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # a kernel found in a cache would be launched, not compiled
     result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert result.stdout == "84 kernels\n", result.stderr[-4000:]
+    assert result.stdout == "92 kernels\n", result.stderr[-4000:]

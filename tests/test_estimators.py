@@ -69,7 +69,7 @@ def draw_vtrace(data, tensors, options, dtype):
 
 
 def draw_retrace(data, tensors, options, dtype):
-    n_actions = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    n_actions = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8, 18]))
     next_values = tensors.pop("next_values", None)
     if data.draw(st.booleans()):
         tensors["expected_next_q"] = like(tensors, data) if next_values is None else next_values
@@ -540,9 +540,10 @@ def test_actions_of_probability_zero_are_not_read(backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("n_actions", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("n_actions", [1, 2, 3, 4, 6, 8, 18, 130])
 def test_actions_anywhere_in_memory(n_actions, dtype, backend):
-    """Neighbouring actions are read together only where they lie so; an odd place after an even one is no exception."""
+    """Neighbouring actions are read together only where they lie so; an odd place after an even one is no exception.
+    Few are read by the scan, many by a kernel before it, more than 128 in several turns."""
     generator = torch.Generator().manual_seed(n_actions)
     n, n_steps = 3, 9
     memory = {name: torch.randn(n * n_steps * n_actions * 2 + 16, generator=generator).to(dtype) for name in "qp"}
@@ -551,7 +552,8 @@ def test_actions_anywhere_in_memory(n_actions, dtype, backend):
     for start, between in ((0, 1), (1, 1), (2, 1), (8, 1), (0, 2), (0, 1)):
         place = (n, n_steps, n_actions), (n_steps * n_actions * between, n_actions * between, between), start
         q, p = (memory[name].to(backend.device).as_strided(*place) for name in "qp")
-        for values, probs in ((q, p), (q.transpose(0, 1).contiguous().transpose(0, 1), p)):
+        first = q.movedim(-1, 0).contiguous().movedim(0, -1)  # the action axis before the others
+        for values, probs in ((q, p), (q.transpose(0, 1).contiguous().transpose(0, 1), p), (first, p), (first, first)):
             given = {name: y.to(backend.device) for name, y in x.items()}
             given |= {"next_q_values": values, "next_policy_probs": probs}
             result = rlt.retrace(**given, gamma=0.9)

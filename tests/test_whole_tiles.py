@@ -1,5 +1,7 @@
 """A window of whole tiles is computed without masks: each row has the bits that it has in any other window."""
 
+import itertools
+
 import pytest
 import torch
 from calls import FUNCTIONS, NAMES, Call, calls, flat
@@ -59,7 +61,53 @@ def test_bits(name, config):
 
 @pytest.mark.parametrize("shape", [(4096, 128), (16384, 512), (65536, 512), (64, 16384)], ids=str)
 @pytest.mark.parametrize("rows_adjacent", [False, True])
-def test_round_sizes_are_whole(shape, rows_adjacent):
-    config = _config.choose(*shape, rows_adjacent)
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_round_sizes_are_whole(shape, rows_adjacent, lookahead):
+    config = _config.choose(*shape, rows_adjacent, lookahead)
     assert shape[0] % config.rows == 0
     assert shape[1] % (config.chunks * config.steps) == 0
+
+
+@pytest.mark.parametrize("rows_adjacent", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_every_shape_has_a_tile_without_more_of_it_than_needed(rows_adjacent, lookahead):
+    sizes = [
+        1,
+        2,
+        3,
+        8,
+        9,
+        24,
+        31,
+        33,
+        80,
+        96,
+        97,
+        128,
+        129,
+        512,
+        2047,
+        2048,
+        6144,
+        12288,
+        16384,
+        24576,
+        49152,
+        1 << 20,
+    ]
+    for n_rows, n_steps in itertools.product(sizes, sizes):
+        config = _config.choose(n_rows, n_steps, rows_adjacent, lookahead)
+        assert config.steps < 2 * n_steps
+        assert (config.chunks - 1) * config.steps < 2 * n_steps
+        tiles = -(-n_steps // (config.chunks * config.steps))
+        assert config.prefetch == (tiles > 1)
+        assert 1 <= config.parts <= max(1, tiles // 2)
+
+
+@pytest.mark.parametrize("rows_adjacent", [False, True])
+def test_tiles_of_expectations(rows_adjacent):
+    for actions, n_rows, n_steps in itertools.product([1, 2, 3, 18, 64, 128, 129, 1000], [1, 24, 4096], [1, 80, 4096]):
+        block, rows, time, num_warps = _config.choose_expected(actions, n_rows, n_steps, rows_adjacent)
+        assert min(actions, 128) <= block < 2 * actions
+        assert rows * time * block >= 32 * num_warps
+        assert (rows if rows_adjacent else time) < 2 * (n_rows if rows_adjacent else n_steps)
