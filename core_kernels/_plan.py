@@ -25,7 +25,7 @@ from rl_triton import _backend, _checks, _config, _library
 
 _SCALARS = frozenset({float, int, bool, str, type(None)})
 _MAX_PLANS = 1024  # an operation; then it begins anew
-_MAX_RECENT = 4  # calls known again by comparing, a form
+_MAX_RECENT = 6  # calls known again by comparing
 _NEW: Any = object()
 # Arguments of which a call with any but the default has more to do than one kernel or loop.
 _DECLINED = ("return_carry", "return_final")
@@ -249,7 +249,9 @@ def _describe(given: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor
 _settings = (_backend.chosen, _config.forced, torch.get_default_dtype, torch.is_grad_enabled)
 
 
-def _recall(given: tuple[Any, ...], tensors: list[torch.Tensor], plan: Plan | GraphPlan) -> Callable[..., Any]:
+def _recall(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], plan: Plan | GraphPlan
+) -> Callable[..., Any]:
     """A function of the arguments of a call: the results if it is like this one, which a plan served, else None.
 
     The tensors are compared by the guards that torch.compile tells calls apart with: class, dispatch keys (as the modes
@@ -260,26 +262,33 @@ def _recall(given: tuple[Any, ...], tensors: list[torch.Tensor], plan: Plan | Gr
     alike = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if not alike(*tensors):
         raise NoPlanError("tensors that PyTorch's guards do not know again")
-    code = Code("given")
+    code = Code("args", "kwargs")
     different: list[str] = []
     compared: list[str] = []  # the tensors, in the order that `_describe` sees them
 
-    def take(entries: tuple[Any, ...], source: str, prefix: str) -> None:
-        """Take entries out of a tuple, and compare them with these."""
-        own = [f"{prefix}{i}" for i in range(len(entries))]
-        code.add(f"{', '.join(own)}, = {source}")
-        for name, x in zip(own, entries, strict=True):
+    def compare(entries: tuple[Any, ...], names: list[str]) -> None:
+        """Compare what has these names with the entries."""
+        for name, x in zip(names, entries, strict=True):
             if type(x) in _SCALARS:
                 different.append(f"type({name}) is not {code.name(type(x))} or {name} != {code.name(x)}")
             elif type(x) is not tuple:
                 compared.append(name)
             elif x and tuple not in map(type, x):
+                within = [f"{name}_{i}" for i in range(len(x))]
                 code.add(f"if type({name}) is not tuple or len({name}) != {len(x)}: return None")
-                take(x, name, f"{name}_")
+                code.add(f"{', '.join(within)}, = {name}")
+                compare(x, within)
             else:
                 raise NoPlanError("a tuple in a tuple")
 
-    take(given, "given", "x")
+    positional, named = [f"arg{i}" for i in range(len(args))], [f"kwarg_{name}" for name in kwargs]
+    code.add(f"if len(args) != {len(args)} or len(kwargs) != {len(kwargs)}: return None")
+    if args:
+        code.add(f"{', '.join(positional)}, = args")
+    if kwargs:
+        taken = "; ".join(f"{own} = kwargs['{name}']" for own, name in zip(named, kwargs, strict=True))
+        code.add(f"try: {taken}", "except KeyError: return None")
+    compare((*args, *kwargs.values()), [*positional, *named])
     different += [f"{code.name(setting)}() is not {code.name(setting())}" for setting in _settings]
     joined, addresses = ", ".join(compared), [f"at{i}" for i in range(len(compared))]
     code.add(
@@ -297,25 +306,12 @@ class Plans:
 
     def __init__(self) -> None:
         self.by_key: dict[Any, Plan | GraphPlan | None] = {}
-        self.recent: dict[tuple[Any, ...], tuple[Callable[..., Any], ...]] = {}
-        """by form: the number of arguments and the names of keywords"""
+        self.recent: tuple[Callable[..., Any], ...] = ()
+        """Know the calls that were looked up last."""
 
     def clear(self) -> None:
         self.by_key.clear()
-        self.recent.clear()
-
-    def recall(
-        self,
-        form: tuple[Any, ...],
-        given: tuple[Any, ...],
-        tensors: list[torch.Tensor],
-        addresses: list[int],
-        plan: Plan | GraphPlan,
-    ) -> None:
-        """Know this call again."""
-        if not any(address & 15 for address in addresses):
-            with contextlib.suppress(*NO_PLAN):
-                self.recent[form] = (_recall(given, tensors, plan), *self.recent.get(form, ())[: _MAX_RECENT - 1])
+        self.recent = ()
 
 
 _Op = TypeVar("_Op", bound=Callable[..., Any])
@@ -324,7 +320,6 @@ _Op = TypeVar("_Op", bound=Callable[..., Any])
 def planned(op: _Op) -> _Op:
     """A public function whose calls leave plans and follow them."""
     plans = Plans()
-    recent = plans.recent
 
     @functools.wraps(op)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -332,25 +327,23 @@ def planned(op: _Op) -> _Op:
             return _library.call(op, args, kwargs)
         if _checks.READS_DATA or not ENABLED:
             return _library.ordinary(op, args, kwargs)
-        given = (*args, *kwargs.values())
-        form = (len(args), *kwargs)
-        for recall in recent.get(form, ()):
-            result = recall(given)
+        for recall in plans.recent:
+            result = recall(args, kwargs)
             if result is not None:
                 return result
-        return _look_up(op, args, kwargs, plans, form, given)
+        return _look_up(op, args, kwargs, plans)
 
     call.plans = plans  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
 
 
-def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans, form: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
+def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans) -> Any:
     """A call that none of the recent ones is like."""
-    key: list[Any] = [*(setting() for setting in _settings), *form]
+    key: list[Any] = [*(setting() for setting in _settings), len(args), *kwargs]
     tensors: list[torch.Tensor] = []
     addresses: list[int] = []
     try:
-        _describe(given, key, tensors, addresses)
+        _describe((*args, *kwargs.values()), key, tensors, addresses)
     except (NoPlanError, RuntimeError, NotImplementedError):  # as of tensors without strides or memory
         return _library.ordinary(op, args, kwargs)
     kind = (*key, *_shared(addresses))
@@ -360,7 +353,9 @@ def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans, form: tuple[Any, ...
     result = None if plan is None else plan.run(*tensors, *addresses)
     if result is None:
         return op(*args, **kwargs)
-    plans.recall(form, given, tensors, addresses, plan)
+    if not any(address & 15 for address in addresses):
+        with contextlib.suppress(*NO_PLAN):
+            plans.recent = (_recall(args, kwargs, tensors, plan), *plans.recent[: _MAX_RECENT - 1])
     return result
 
 

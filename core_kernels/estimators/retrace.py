@@ -212,7 +212,8 @@ def retrace(
         terminated: s'_t is terminal. Shape of `rewards`; bool, any integer or float dtype, nonzero is true.
         expected_next_q: E'[t], the shape of `rewards`; or
         next_q_values, next_policy_probs: Q(s'_t, .) and π(.|s'_t), the shape of `rewards` with an action axis appended,
-            reduced as they are loaded. Actions of probability zero are not read.
+            reduced as they are loaded, or before, into scratch memory of the size of `rewards`, where one load does not
+            take all actions. Actions of probability zero are not read.
         log_rhos: log w of the taken actions; or
         policy_probs, behavior_probs: π(a_t|s_t) and μ(a_t|s_t), or with an action axis appended and `actions`. No ratio
             given: w = 1. "tree_backup" needs `policy_probs`, and takes its ρ from `log_rhos` or `behavior_probs`.
