@@ -45,9 +45,9 @@ def _save(figure: plt.Figure, m: Measurements, path: Path) -> None:
     plt.close(figure)
 
 
-def _plain_numbers(axis: Any) -> None:
-    """Of a logarithmic axis: 1, 2, 5, 10 and so on, in full."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+def _plain_numbers(axis: Any, between: tuple[float, ...] = (2.0, 5.0)) -> None:
+    """Of a logarithmic axis: 1, 10 and so on, and what is between, in full."""
+    axis.set_major_locator(LogLocator(subs=(1.0, *between)))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 
@@ -103,7 +103,7 @@ def _bandwidth(m: Measurements, path: Path) -> None:
                 axes.plot(*zip(*points, strict=True), label=op, linestyle="none", markersize=5, alpha=0.85, **look)
         axes.axhline(100, color="black", linewidth=0.8, linestyle="--")
         axes.set_xscale("log")
-        _plain_numbers(axes.xaxis)
+        _plain_numbers(axes.xaxis, between=(3.0,))
         axes.set_ylim(bottom=0)
         axes.set(title=AXES[layout], xlabel="bytes moved, MB")
         axes.grid(which="both", linewidth=0.3)
@@ -118,7 +118,8 @@ def _bandwidth(m: Measurements, path: Path) -> None:
 def _host_device(m: Measurements, path: Path) -> None:
     """What of a call is the host's and what the device's."""
     shapes = [str(shape) for shape in RATIO_SHAPES]
-    rows = [row for row in _plain(m) if row["who"] == OURS and row["layout"] == "NT" and not row.get("failed")]
+    actions = {0, *(shape.actions for shape in RATIO_SHAPES)}
+    rows = [row for row in _plain(m) if row["who"] == OURS and row["layout"] == "NT" and row["A"] in actions]
     known = {f"{row['N']}x{row['T']}" for row in rows}
     shapes = [shape for shape in shapes if shape in known] or sorted(known)[:2]
     if not shapes:

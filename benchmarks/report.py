@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import pages
 from benchmarks.baselines import OURS, SUBJECTS
-from benchmarks.cases import HEADLINE_SHAPES, LAYOUTS, OPS, RATIO_SHAPES
+from benchmarks.cases import HEADLINE_SHAPES, LAYOUTS, OPS, RATIO_SHAPES, Case
 from benchmarks.plots import draw
 from benchmarks.provenance import RESULTS, ROOT, commits, digest, stored
 
@@ -132,10 +132,6 @@ def percent(x: float | None) -> str:
     return "" if x is None else f"{100 * x:.0f} %"
 
 
-def _plain(shape: Any, layout: str) -> dict[str, Any]:
-    return {"N": shape.rows, "T": shape.steps, "layout": layout, "dtype": "float32", "truncated": False}
-
-
 def peers_table(m: Measurements) -> list[str]:
     """gae beside every baseline."""
     baselines = [row for row in m.rows if row["op"] == "gae" and row["who"] != OURS]
@@ -143,11 +139,11 @@ def peers_table(m: Measurements) -> list[str]:
     lines = []
     for shape in HEADLINE_SHAPES:
         for layout in LAYOUTS:
-            plain = _plain(shape, layout)
-            ours = last_ours(m, op="gae", **plain)
+            key = Case(OPS["gae"], layout, shape).key
+            ours = last_ours(m, **key)
             if ours is None:
                 continue
-            of_case = {r["who"]: r for r in baselines if all(r[k] == x for k, x in plain.items())}
+            of_case = {r["who"]: r for r in baselines if all(r[k] == x for k, x in key.items())}
             cells = []
             for name in names:
                 row = of_case.get(name)
@@ -161,19 +157,19 @@ def ops_table(m: Measurements) -> list[str]:
     """Every op at two shapes."""
     lines = []
     for shape in RATIO_SHAPES:
-        for op in OPS:
-            plain = _plain(shape, "NT")
-            ours = last_ours(m, op=op, **plain)
+        for op in OPS.values():
+            key = Case(op, "NT", shape).key
+            ours = last_ours(m, **key)
             if ours is None:
                 continue
             scans = [
                 m.speedup(row)
                 for row in m.rows
-                if row["op"] == op and row["who"] == "compiled_scan" and all(row[k] == x for k, x in plain.items())
+                if row["who"] == "compiled_scan" and all(row[k] == x for k, x in key.items())
             ]
             lines.append(
                 [
-                    f"`{op}` {shape}{m.mark(ours)}",
+                    f"`{op.name}` {shape}{m.mark(ours)}",
                     micro(ours["single_us"]),
                     micro(ours["amortised_us"]),
                     micro(ours.get("floor_amortised_us")),
