@@ -68,7 +68,7 @@ class Algorithm:
 
 
 class Expectation(NamedTuple):
-    """In place of a per-step tensor: Σ_a probs[.., a] values[.., a], reduced as it is loaded."""
+    """In place of a per-step tensor: Σ_a probs[.., a] values[.., a], reduced as it is loaded or before."""
 
     values: Any
     probs: Any

@@ -18,7 +18,7 @@ _NAMES = ("auto", "triton", "cpu")
 def _known(name: str, origin: str) -> str:
     if name not in _NAMES:
         raise ValueError(f"{origin} must be one of {', '.join(map(repr, _NAMES))}, got {name!r}")
-    return name
+    return _NAMES[_NAMES.index(name)]  # the same object for each: settings are compared by identity
 
 
 _default = _known(os.environ.get("RL_TRITON_BACKEND", "auto"), "RL_TRITON_BACKEND")

@@ -90,7 +90,7 @@ def choose_near(n_rows: int, n_steps: int, rows_adjacent: bool) -> LaunchConfig:
     return LaunchConfig(64, chunks, steps, axis=0, num_warps=chunks)
 
 
-# Elements of a program's tile, and how many actions are read at once at most.
+# Elements of a program's tile (fewer where a step has less than four), and how many actions are read at once at most.
 _EXPECTED, _MOST_ACTIONS = 4096, 128
 
 

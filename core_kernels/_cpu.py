@@ -333,6 +333,20 @@ def kept_loop(call: Callable[[], Any], tensors: list[torch.Tensor]) -> PlannedLo
     return None if places.ties else loop
 
 
+def _argument(source: Any, table: _Table, sizes: tuple[int, ...]) -> Any:
+    """An operand as the loops read it."""
+    if source is None:
+        return None
+    if isinstance(source, Operand):
+        starts = _row_starts(sizes, source.row_strides)
+        return table.place(source.tensor), starts, source.row_strides[0], source.time_stride
+    first, second = (_argument(x, table, sizes) for x in source)
+    if isinstance(source, Taken):
+        return (*first, source.table.action_stride, second)
+    n_actions = source.values.tensor.shape[-1]
+    return (*first, source.values.action_stride, (*second, source.probs.action_stride), n_actions)
+
+
 def run(problem: Problem) -> None:
     """Run the scan on the calling thread. Fills `problem.outputs` and `problem.final`."""
     algorithm, number = problem.algorithm, _NUMPY[problem.dtype]
@@ -349,24 +363,14 @@ def run(problem: Problem) -> None:
 
     table = _Table()
 
-    def argument(source: Any) -> Any:
-        if source is None:
-            return None
-        if isinstance(source, Operand):
-            starts = _row_starts(layout.sizes, source.row_strides)
-            return table.place(source.tensor), starts, source.row_strides[0], source.time_stride
-        first, second = map(argument, source)
-        if isinstance(source, Taken):
-            return (*first, source.table.action_stride, second)
-        n_actions = source.values.tensor.shape[-1]
-        return (*first, source.values.action_stride, (*second, source.probs.action_stride), n_actions)
-
     def each_step(rows: np.ndarray) -> tuple:
         """The operand that is the same at every step. It has a number a row though all be the same: what lies a stride
         of one apart, a compiler can read for several rows at once."""
         return table.place(rows), _origins(n_outer), 1, 0
 
-    inputs, factors, flags, initial, outputs, final = (tuple(map(argument, group)) for group in layout.groups)
+    inputs, factors, flags, initial, outputs, final = (
+        tuple(_argument(x, table, layout.sizes) for x in group) for group in layout.groups
+    )
     factors = tuple(
         number(f) if isinstance(f, float) else operand for operand, f in zip(factors, problem.factors, strict=True)
     )

@@ -2,8 +2,8 @@
 
 Everything that a call does before its kernel or its loop starts (checks, layout, configuration, specialization) depends
 on these alone. So the first call of a kind leaves a `Plan`, which holds it all but the addresses; a later call fills
-those in, allocates its results and starts. Beside a GPU the ordinary path takes 100 to 200 us of host time, a plan
-about as much as an eager PyTorch operation.
+those in, allocates its results and starts. Beside a GPU the ordinary path takes 100 to 200 us of host time, a call that
+is known again about as much as an eager PyTorch operation, one that has to be looked up three times as much.
 
 What a plan cannot serve takes the ordinary path, which gives the same result: the first call of a kind; results with a
 carry; differentiable results whose graph has more than one node; 16-bit tensors on a CPU; a GPU that is not the
@@ -25,7 +25,8 @@ from rl_triton import _backend, _checks, _config, _library
 
 _SCALARS = frozenset({float, int, bool, str, type(None)})
 _MAX_PLANS = 1024  # an operation; then it begins anew
-_MAX_RECENT = 6  # calls known again by comparing
+_MAX_RECENT = 6  # calls known again by comparing, an operation
+_MAX_WAYS = 4  # to know calls of one plan again: their tensors may be of several classes, say
 _NEW: Any = object()
 # Arguments of which a call with any but the default has more to do than one kernel or loop.
 _DECLINED = ("return_carry", "return_final")
@@ -78,7 +79,7 @@ class Code:
         self.lines += [f"    {line}" for line in lines]
 
     def name(self, x: Any) -> str:
-        """What x, which is no number or text, is called in the code."""
+        """What x is called in the code."""
         name = f"given{len(self.names)}"
         self.names[name] = x
         return name
@@ -170,6 +171,8 @@ class Plan:
         else:  # a named tuple takes long to make by its own name
             code.add(f"return {code.name(tuple.__new__)}({code.name(type(result))}, ({', '.join(wanted)},))")
         self.run = code.function()
+        self.ways: tuple[Callable[..., Any], ...] = ()
+        """What knows its calls again."""
 
 
 class GraphPlan:
@@ -188,6 +191,7 @@ class GraphPlan:
                 self.read.append((position, numbers[id(x)]))
                 self.arguments[position] = None  # no plan holds memory
         self.structure = None if isinstance(result, torch.Tensor) else type(result)
+        self.ways: tuple[Callable[..., Any], ...] = ()
 
     def run(self, *given: Any) -> Any:
         """The results with their graph, of the call's tensors and their addresses."""
@@ -237,6 +241,8 @@ def _describe(given: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor
             tensors.append(x)
             addresses.append(address)
         elif kind in _SCALARS:
+            if x != x:
+                raise NoPlanError("NaN, which equals no other")
             key += (kind, x)
         elif kind is tuple:
             key.append(len(x))
@@ -265,22 +271,6 @@ def _recall(
     code = Code("args", "kwargs")
     different: list[str] = []
     compared: list[str] = []  # the tensors, in the order that `_describe` sees them
-
-    def compare(entries: tuple[Any, ...], names: list[str]) -> None:
-        """Compare what has these names with the entries."""
-        for name, x in zip(names, entries, strict=True):
-            if type(x) in _SCALARS:
-                different.append(f"type({name}) is not {code.name(type(x))} or {name} != {code.name(x)}")
-            elif type(x) is not tuple:
-                compared.append(name)
-            elif x and tuple not in map(type, x):
-                within = [f"{name}_{i}" for i in range(len(x))]
-                code.add(f"if type({name}) is not tuple or len({name}) != {len(x)}: return None")
-                code.add(f"{', '.join(within)}, = {name}")
-                compare(x, within)
-            else:
-                raise NoPlanError("a tuple in a tuple")
-
     positional, named = [f"arg{i}" for i in range(len(args))], [f"kwarg_{name}" for name in kwargs]
     code.add(f"if len(args) != {len(args)} or len(kwargs) != {len(kwargs)}: return None")
     if args:
@@ -288,7 +278,7 @@ def _recall(
     if kwargs:
         taken = "; ".join(f"{own} = kwargs['{name}']" for own, name in zip(named, kwargs, strict=True))
         code.add(f"try: {taken}", "except KeyError: return None")
-    compare((*args, *kwargs.values()), [*positional, *named])
+    _compare(code, (*args, *kwargs.values()), [*positional, *named], different, compared)
     different += [f"{code.name(setting)}() is not {code.name(setting())}" for setting in _settings]
     joined, addresses = ", ".join(compared), [f"at{i}" for i in range(len(compared))]
     code.add(
@@ -301,6 +291,22 @@ def _recall(
     return code.function()
 
 
+def _compare(code: Code, entries: tuple[Any, ...], names: list[str], different: list[str], compared: list[str]) -> None:
+    """What tells arguments of these names from the entries, as conditions, and the names of those that are tensors."""
+    for name, x in zip(names, entries, strict=True):
+        if type(x) in _SCALARS:
+            different.append(f"type({name}) is not {code.name(type(x))} or {name} != {code.name(x)}")
+        elif type(x) is not tuple:
+            compared.append(name)
+        elif x and tuple not in map(type, x):
+            within = [f"{name}_{i}" for i in range(len(x))]
+            code.add(f"if type({name}) is not tuple or len({name}) != {len(x)}: return None")
+            code.add(f"{', '.join(within)}, = {name}")
+            _compare(code, x, within, different, compared)
+        else:
+            raise NoPlanError("an empty tuple, or one in another")
+
+
 class Plans:
     """The plans of one operation."""
 
@@ -308,6 +314,10 @@ class Plans:
         self.by_key: dict[Any, Plan | GraphPlan | None] = {}
         self.recent: tuple[Callable[..., Any], ...] = ()
         """Know the calls that were looked up last."""
+
+    def keep(self, recall: Callable[..., Any]) -> None:
+        """Ask this one first from here on."""
+        self.recent = (recall, *(x for x in self.recent if x is not recall))[:_MAX_RECENT]
 
     def clear(self) -> None:
         self.by_key.clear()
@@ -350,12 +360,21 @@ def _look_up(op: Any, args: Any, kwargs: Any, plans: Plans) -> Any:
     plan = plans.by_key.get(kind, _NEW)
     if plan is _NEW:
         return _first(op, args, kwargs, plans.by_key, kind, tensors)
-    result = None if plan is None else plan.run(*tensors, *addresses)
+    if plan is None:
+        return op(*args, **kwargs)
+    for recall in plan.ways:
+        result = recall(args, kwargs)
+        if result is not None:
+            plans.keep(recall)
+            return result
+    result = plan.run(*tensors, *addresses)
     if result is None:
         return op(*args, **kwargs)
-    if not any(address & 15 for address in addresses):
+    if len(plan.ways) < _MAX_WAYS and not any(address & 15 for address in addresses):
         with contextlib.suppress(*NO_PLAN):
-            plans.recent = (_recall(args, kwargs, tensors, plan), *plans.recent[: _MAX_RECENT - 1])
+            recall = _recall(args, kwargs, tensors, plan)
+            plan.ways = (*plan.ways, recall)
+            plans.keep(recall)
     return result
 
 

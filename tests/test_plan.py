@@ -117,6 +117,40 @@ def test_few_calls_are_known_by_comparing_and_all_are_right(device, followed, lo
     assert len(rlt.gae.plans.recent) == _plan._MAX_RECENT
 
 
+def test_what_knows_a_call_again_is_written_once(device, followed, monkeypatch):
+    """Also of more kinds than are kept at hand. NaN, which equals nothing, leaves no plan."""
+    written = []
+    recall = _plan._recall
+    monkeypatch.setattr(_plan, "_recall", lambda *args: written.append(args) or recall(*args))
+    rollouts = [make_rollout(8, n_steps, device=device, poison=False) for n_steps in range(20, 20 + 4 * 9, 4)]
+    assert len(rollouts) > _plan._MAX_RECENT
+    for _ in range(6):
+        for rollout in rollouts:
+            assert torch.equal(gae(rollout).returns, ordinary(rlt.gae, **rollout).returns)
+    assert followed == [True] * (5 * len(rollouts))
+    assert len(written) == len(rollouts)
+    kinds = len(rlt.gae.plans.by_key)
+    for _ in range(3):
+        assert gae(rollouts[0], gamma=float("nan")).returns.isnan().any()
+    assert len(written) == len(rollouts)
+    assert len(rlt.gae.plans.by_key) == kinds
+
+
+def test_a_call_leaves_no_cycle(device, followed):
+    """Tensors are freed when their last reference goes, not when the collector comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        for options in ({}, {}, {}, {"return_carry": True}):
+            rollout = make_rollout(8, 24, device=device, poison=False)
+            gae(rollout, **options)
+            alive = [weakref.ref(x) for x in rollout.values()]
+            del rollout
+            assert not any(ref() is not None for ref in alive)
+    finally:
+        gc.enable()
+
+
 def test_what_a_known_call_must_share(device, looked_up):
     """Arguments of another type, class, mode or order are not taken for those of the call before."""
     rollout = make_rollout(8, 64, device=device, poison=False)
