@@ -4,8 +4,9 @@ A program takes R rows and walks their time axis tile by tile, in the direction 
 composes the affine maps of its chunk of steps; the maps of the chunks are composed by an associative scan; that gives
 the state on entering each chunk, from where a thread walks its chunk as a plain loop would. Between tiles one state per
 row is carried. Every input is read from device memory once and every output written once; what lies between stays in
-registers. (Where few long rows are split over programs, inputs are read twice.) With one chunk a tile there is nothing
-to compose, and the kernel is a plain loop a thread.
+registers. (Where few long rows are split over programs, inputs are read twice; expectations over many actions come
+through memory, from `_expected.py`.) With one chunk a tile there is nothing to compose, and the kernel is a plain loop
+a thread.
 """
 
 from __future__ import annotations

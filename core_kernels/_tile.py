@@ -219,9 +219,12 @@ def expected(
     if BLOCK > 1:
         values, probs = tl.expand_dims(tl.trans(values), 2), tl.expand_dims(tl.trans(probs), 2)
         mask = tl.expand_dims(tl.trans(mask), 2)
-    total = _expected_block(values, probs, operand, 0, mask, ACTIONS, BLOCK, GROUP, DIMS, DTYPE)
+    total = _expected_block(values, probs, 0, mask, ACTIONS, BLOCK, GROUP, DTYPE)
     for first in range(BLOCK, ACTIONS, BLOCK):
-        total += _expected_block(values, probs, operand, first, mask, ACTIONS, BLOCK, GROUP, DIMS, DTYPE)
+        # Turn by turn: a number of actions times their stride may be more than 32 bits hold.
+        values += BLOCK if BLOCK > 1 else operand[2 + DIMS]
+        probs += BLOCK if BLOCK > 1 else operand[5 + 2 * DIMS]
+        total += _expected_block(values, probs, first, mask, ACTIONS, BLOCK, GROUP, DTYPE)
     if BLOCK > 1:
         total = tl.trans(tl.sum(total, axis=2))
     return total
@@ -231,28 +234,24 @@ def expected(
 def _expected_block(
     values,
     probs,
-    operand,
     first,
     mask,
     ACTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    DIMS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The terms of the actions from `first` on, before they are added up."""
+    """The terms of the BLOCK actions that the pointers begin at, the `first` and so on, before they are added up."""
     if BLOCK > 1:
-        action = first + tl.arange(0, BLOCK)[None, None, :]
+        place = tl.arange(0, BLOCK)[None, None, :]
         # In bytes. GROUP comes first, since Triton 3.3 knows no `int * constexpr`. (A hint is for the sum before it, so
         # it cannot be given in a function that is handed the sum.)
-        values, probs = values + action, probs + action
-        values = tl.multiple_of(values, [1, 1, GROUP * values.dtype.element_ty.primitive_bitwidth // 8])
-        probs = tl.multiple_of(probs, [1, 1, GROUP * probs.dtype.element_ty.primitive_bitwidth // 8])
+        values, probs = values + place, probs + place
+        values = tl.multiple_of(values, [1, 1, GROUP * (values.dtype.element_ty.primitive_bitwidth + 7) // 8])
+        probs = tl.multiple_of(probs, [1, 1, GROUP * (probs.dtype.element_ty.primitive_bitwidth + 7) // 8])
         values, probs = tl.max_contiguous(values, [1, 1, BLOCK]), tl.max_contiguous(probs, [1, 1, BLOCK])
         if ACTIONS % BLOCK != 0:
-            mask = tl.max_constancy(mask & (action < ACTIONS), [1, 1, GROUP])
-    else:
-        values, probs = values + first * operand[2 + DIMS], probs + first * operand[5 + 2 * DIMS]
+            mask = tl.max_constancy(mask & (first + place < ACTIONS), [1, 1, GROUP])
     return scaled(tl.load(probs, mask=mask, other=0).to(DTYPE), tl.load(values, mask=mask, other=0).to(DTYPE))
 
 

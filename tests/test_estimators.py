@@ -562,6 +562,17 @@ def test_actions_anywhere_in_memory(n_actions, dtype, backend):
                 assert_close(actual, want, max_error={torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 3e-2))
 
 
+def test_more_actions_apart_than_32_bits_tell(backend):
+    memory = torch.zeros(2**31 + 8, dtype=torch.uint8, device=backend.device)
+    q = memory.as_strided((2, 4, 3), (4, 1, 2**30))
+    q.copy_(torch.arange(24).view(2, 4, 3))
+    x = torch.zeros(2, 4, device=backend.device)
+    p = torch.tensor([0.5, 0.25, 0.25], device=backend.device).expand(2, 4, 3)
+    result = rlt.retrace(x, x, x, next_q_values=q, next_policy_probs=p, gamma=1.0, lambda_=0.0)
+    expected = (q.cpu().double() * p.cpu().double()).sum(-1)
+    assert torch.equal(result.targets.cpu().double(), expected)
+
+
 def test_replacing_traces(backend):
     x = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]], device=backend.device)
     z = rlt.eligibility_traces(x, torch.zeros_like(x), gamma=0.5, lambda_=1.0, kind="replacing")
