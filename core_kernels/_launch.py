@@ -224,15 +224,16 @@ def run(problem: Problem) -> None:
         tiles_a_part = triton.cdiv(tiles, parts)
         parts = triton.cdiv(tiles, tiles_a_part)
         blocks *= parts
+        slots = triton.next_power_of_2(parts)
         if parts > 1:
-            maps = torch.empty(4, parts, layout.n_rows, dtype=problem.dtype, device=device)
+            maps = torch.empty(4, slots, layout.n_rows, dtype=problem.dtype, device=device)
             scratch += (maps,)
             phases = ({"COMPOSING": True}, {})
         arguments |= {
             "maps": maps if parts > 1 else None,
             "n_parts": parts,
             "tiles_a_part": tiles_a_part,
-            "PARTS": triton.next_power_of_2(parts),
+            "PARTS": slots,
             "COMPOSING": False,
         }
     with on(device):

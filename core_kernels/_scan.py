@@ -141,17 +141,23 @@ def entering(
 
 
 @jit
-def past_parts(maps, state, low, part, n_parts, rows, row_mask, n_rows, PARTS: tl.constexpr, AXIS: tl.constexpr):
+def map_at(slot, rows, n_rows, PARTS: tl.constexpr, AXIS: tl.constexpr):
+    """Where the first number of a part's map lies. Slots are in the order in which `past_parts` reads: those that lanes
+    read at once are neighbours."""
+    return rows * PARTS + slot if AXIS == 1 else slot * n_rows + rows
+
+
+@jit
+def past_parts(maps, state, low, part, rows, row_mask, n_rows, PARTS: tl.constexpr, AXIS: tl.constexpr):
     """The state beyond a part of the time axis, given that beyond the first part and the maps of the parts before."""
     # A lane composes its share of neighbours one by one, then the lanes together: a scan of all would do so twice.
     EACH: tl.constexpr = PARTS // 32 if PARTS > 32 else 1
     LANES: tl.constexpr = PARTS // EACH
     lane = tl.expand_dims(tl.arange(0, LANES), 1 - AXIS)
-    span = n_parts * n_rows
+    span = n_rows * PARTS
     for i in tl.static_range(EACH):
-        before = lane * EACH + i
-        mask = row_mask & (before < part)
-        pointers = maps + before * n_rows + rows
+        mask = row_mask & (lane * EACH + i < part)
+        pointers = maps + map_at(i * LANES + lane, rows, n_rows, PARTS, AXIS)
         then_a, then_a_low = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + span, mask=mask, other=0.0)
         then_b = tl.load(pointers + 2 * span, mask=mask, other=1.0)
         then_b_low = tl.load(pointers + 3 * span, mask=mask, other=0.0)
@@ -313,9 +319,7 @@ def scan_kernel(
     map_b = tl.zeros_like(state_beyond) + 1.0
     map_b_low = tl.zeros_like(state_beyond)
     if PARTS > 1 and not COMPOSING:
-        state_beyond, low_beyond = past_parts(
-            maps, state_beyond, low_beyond, part, n_parts, rows, row_mask, n_rows, PARTS, AXIS
-        )
+        state_beyond, low_beyond = past_parts(maps, state_beyond, low_beyond, part, rows, row_mask, n_rows, PARTS, AXIS)
     if PREFETCH:
         valid, x, f, bounds = fetch(
             inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
@@ -465,8 +469,9 @@ def scan_kernel(
 
     once = tile_mask & (place == 0)
     if COMPOSING:
-        pointers = maps + part * n_rows + rows + place * 0
-        span = n_parts * n_rows
+        EACH: tl.constexpr = PARTS // 32 if PARTS > 32 else 1
+        pointers = maps + map_at(part % EACH * (PARTS // EACH) + part // EACH, rows, n_rows, PARTS, AXIS) + place * 0
+        span = n_rows * PARTS
         tl.store(pointers, map_a, mask=once)
         tl.store(pointers + span, map_a_low, mask=once)
         tl.store(pointers + 2 * span, map_b, mask=once)

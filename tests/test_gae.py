@@ -11,7 +11,7 @@ from windows import EPS, SMALL, SMALL_CONFIGS, assert_result, examples, windows
 
 import rl_triton as rlt
 from rl_triton import reference
-from rl_triton._config import configured
+from rl_triton._config import LaunchConfig, configured
 from rl_triton.testing import assert_close, make_rollout
 
 
@@ -281,3 +281,24 @@ def test_large_values_lose_no_more_than_a_loop(backend):
     for norm in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()):
         assert norm(ours.cpu() - exact.cpu()) <= 2 * norm(loop.cpu() - exact.cpu())
     assert EPS[torch.float32] < (loop.cpu() - exact.cpu()).abs().max()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LaunchConfig(rows=8, chunks=4, steps=1, num_warps=1, parts=35),
+        LaunchConfig(rows=16, chunks=2, steps=1, axis=0, num_warps=1, parts=35),
+    ],
+    ids=["axis 1", "axis 0"],
+)
+def test_more_parts_than_lanes(config, backend):
+    """A lane composes several maps before the lanes compose theirs."""
+    n_steps = 35 * config.chunks - 1
+    layout = "NT" if config.axis == 1 else "TN"
+    rollout = make_rollout(5, n_steps, layout=layout, truncated=0.01, terminated=0.01, device=backend.device)
+    options = {"gamma": 0.999, "lambda_": 0.99, "time_dim": config.axis}
+    with configured(config):
+        result = rlt.gae(**rollout, **options)
+    expected = reference.gae(**{k: x.cpu().double() for k, x in rollout.items()}, **options)
+    for actual, want in zip(result, expected, strict=True):
+        assert_close(actual, want, max_error=1e-5)
