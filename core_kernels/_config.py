@@ -65,13 +65,18 @@ _FEW_WARPS, _ENOUGH_WARPS = 1024, 2048
 _LANES, _MAX_PARTS = 32, 512
 
 
+def weigh(lookahead: int, tensors: int, plain: bool) -> int:
+    """How much of a step a thread holds: 0 for `plain` scans (no window, no step left out) of four per-step tensors at
+    most, whose 16 steps fit in 128 registers; else 1 and by how much the algorithm looks ahead."""
+    return 0 if plain and lookahead == 0 and tensors <= 4 else 1 + lookahead
+
+
 @functools.cache
-def choose(n_rows: int, n_steps: int, rows_adjacent: bool, lookahead: int = 0) -> LaunchConfig:
+def choose(n_rows: int, n_steps: int, rows_adjacent: bool, weight: int = 1) -> LaunchConfig:
     """A pure function of the problem's shape, from measurements on an H200 (docs/notes/scan.md). `rows_adjacent`:
     neighbours in memory are neighbouring rows ([T, N] layout), so a warp is as wide as its rows; else it is as wide as
-    its steps, over several rows where these are short. `lookahead`: of the algorithm; with more of it a step takes
-    more registers."""
-    config = _by_rows(n_rows, n_steps, lookahead) if rows_adjacent else _by_steps(n_steps, lookahead)
+    its steps, over several rows where these are short. `weight`: of a step in registers, see `weigh`."""
+    config = _by_rows(n_rows, n_steps, weight) if rows_adjacent else _by_steps(n_steps, weight)
     tiles = -(-n_steps // (config.chunks * config.steps))
     warps = -(-n_rows // config.rows) * config.num_warps
     parts = 1
@@ -107,11 +112,23 @@ def choose_expected(actions: int, n_rows: int, n_steps: int, rows_adjacent: bool
     return block, size // time, time, 8
 
 
-# (rows of the problem at least, steps at most) of a tile of (rows, chunks, steps), by the algorithm's lookahead; the
-# first that fits is taken.
+# (rows of the problem at least, steps at most) of a tile of (rows, chunks, steps), by the weight of a step; the first
+# that fits is taken.
 _ANY = 1 << 62
 _FEW_ROWS = (0, _ANY, (8, 32, 8))
 _TILES_BY_ROWS = (
+    (
+        (2048, 32, (32, 1, 8)),
+        (49152, _ANY, (32, 1, 16)),
+        (24576, _ANY, (32, 2, 8)),
+        (12288, 96, (32, 2, 8)),
+        (12288, 511, (32, 4, 8)),
+        (12288, _ANY, (32, 4, 16)),
+        (6144, _ANY, (16, 8, 8)),
+        (2048, 128, (16, 8, 8)),
+        (2048, _ANY, (16, 8, 16)),
+        _FEW_ROWS,
+    ),
     (
         (2048, 32, (32, 1, 8)),
         (49152, _ANY, (32, 1, 8)),
@@ -143,9 +160,9 @@ _TILES_BY_ROWS = (
 )
 
 
-def _by_rows(n_rows: int, n_steps: int, lookahead: int) -> LaunchConfig:
+def _by_rows(n_rows: int, n_steps: int, weight: int) -> LaunchConfig:
     rows, chunks, steps = next(
-        tile for least, most, tile in _TILES_BY_ROWS[lookahead] if n_rows >= least and n_steps <= most
+        tile for least, most, tile in _TILES_BY_ROWS[weight] if n_rows >= least and n_steps <= most
     )
     steps = min(steps, _power_of_two_at_least(n_steps))
     chunks = min(chunks, _power_of_two_at_least(-(-n_steps // steps)))
@@ -153,8 +170,8 @@ def _by_rows(n_rows: int, n_steps: int, lookahead: int) -> LaunchConfig:
     return LaunchConfig(rows, chunks, steps, axis=0, num_warps=rows * chunks // 32, prefetch=n_steps > chunks * steps)
 
 
-def _by_steps(n_steps: int, lookahead: int) -> LaunchConfig:
-    many = lookahead == 2 or (lookahead == 1 and n_steps >= 1024)
+def _by_steps(n_steps: int, weight: int) -> LaunchConfig:
+    many = weight == 3 or (weight == 2 and n_steps >= 1024)
     steps = min(4 if many else 8, _power_of_two_at_least(n_steps))
     chunks = min(32, _power_of_two_at_least(-(-n_steps // steps)))
     return LaunchConfig(32 // chunks, chunks, steps, num_warps=1, prefetch=n_steps > chunks * steps)

@@ -154,8 +154,10 @@ def run(problem: Problem) -> None:
     rows_adjacent = first.row_strides[0] == 1 and first.time_stride != 1
     near = problem.window is not None and problem.window <= _window.NEAR and valid is None
     shape = layout.n_rows, layout.n_steps, rows_adjacent
-    lookahead = algorithm.lookahead if algorithm.reverse else 0
-    chosen = _config.choose_near(*shape) if near else _config.choose(*shape, lookahead)
+    per_step = sum(x is not None and getattr(x, "time_stride", 1) != 0 for group in layout.groups for x in group)
+    plain = valid is None and problem.window is None
+    weight = _config.weigh(algorithm.lookahead if algorithm.reverse else 0, per_step, plain)
+    chosen = _config.choose_near(*shape) if near else _config.choose(*shape, weight)
     config = _config.forced() or chosen
     # Triton 3.6 forgets constants (strides of 1) in the inner tuples of a tuple, and 3.5 refuses a tuple of tuples of
     # one kind, unless a constant of its own follows them.

@@ -244,8 +244,8 @@ def _expected_block(
     """The terms of the BLOCK actions that the pointers begin at, the `first` and so on, before they are added up."""
     if BLOCK > 1:
         place = tl.arange(0, BLOCK)[None, None, :]
-        # In bytes. Constants come first, since Triton 3.3 knows no `int * constexpr`. (A hint is for the sum before it, so
-        # it cannot be given in a function that is handed the sum.)
+        # In bytes. Constants come first, since Triton 3.3 knows no `int * constexpr`. (A hint is for the sum before it,
+        # so it cannot be given in a function that is handed the sum.)
         values, probs = values + place, probs + place
         values = tl.multiple_of(values, [1, 1, GROUP * ((7 + values.dtype.element_ty.primitive_bitwidth) // 8)])
         probs = tl.multiple_of(probs, [1, 1, GROUP * ((7 + probs.dtype.element_ty.primitive_bitwidth) // 8)])

@@ -61,16 +61,16 @@ def test_bits(name, config):
 
 @pytest.mark.parametrize("shape", [(4096, 128), (16384, 512), (65536, 512), (64, 16384)], ids=str)
 @pytest.mark.parametrize("rows_adjacent", [False, True])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_round_sizes_are_whole(shape, rows_adjacent, lookahead):
-    config = _config.choose(*shape, rows_adjacent, lookahead)
+@pytest.mark.parametrize("weight", [0, 1, 2, 3])
+def test_round_sizes_are_whole(shape, rows_adjacent, weight):
+    config = _config.choose(*shape, rows_adjacent, weight)
     assert shape[0] % config.rows == 0
     assert shape[1] % (config.chunks * config.steps) == 0
 
 
 @pytest.mark.parametrize("rows_adjacent", [False, True])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_every_shape_has_a_tile_without_more_of_it_than_needed(rows_adjacent, lookahead):
+@pytest.mark.parametrize("weight", [0, 1, 2, 3])
+def test_every_shape_has_a_tile_without_more_of_it_than_needed(rows_adjacent, weight):
     sizes = [
         1,
         2,
@@ -96,7 +96,7 @@ def test_every_shape_has_a_tile_without_more_of_it_than_needed(rows_adjacent, lo
         1 << 20,
     ]
     for n_rows, n_steps in itertools.product(sizes, sizes):
-        config = _config.choose(n_rows, n_steps, rows_adjacent, lookahead)
+        config = _config.choose(n_rows, n_steps, rows_adjacent, weight)
         assert config.steps < 2 * n_steps
         assert (config.chunks - 1) * config.steps < 2 * n_steps
         tiles = -(-n_steps // (config.chunks * config.steps))
