@@ -1,7 +1,7 @@
 """Speed of every op beside the baselines.
 
     python -m benchmarks.run                              # the headline tier on a GPU, the cpu tier without one
-    python -m benchmarks.run --tier full --budget 540     # again and again: stored rows are skipped
+    python -m benchmarks.run --tier full --compile-ahead 8 # again and again: stored rows are skipped
     python -m benchmarks.run --shapes 4096x128 --ops gae  # one comparison, all headline baselines
 
 A row a subject and case goes to benchmarks/results/speed.jsonl as soon as it is measured; docs/speed.md says what its
@@ -25,6 +25,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import timing
+from benchmarks.ahead import compile_ahead, tasks_of
 from benchmarks.baselines import OURS, SUBJECTS, Prepared, Subject, our_bytes
 from benchmarks.cases import (
     DTYPES,
@@ -257,6 +258,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="stop cleanly after (default 540)")
     p.add_argument("--row-seconds", type=float, default=ROW_SECONDS, help=f"timing of a row (default {ROW_SECONDS})")
     p.add_argument("--row-limit", type=float, default=SUBJECT_LIMIT, help="give up a row after so many seconds")
+    p.add_argument(
+        "--compile-ahead", type=int, default=0, metavar="PROCESSES",
+        help="compile in so many processes first, for half of the budget at most; pays off for many rows",
+    )  # fmt: skip
     p.add_argument("--again", action="store_true", help="measure what is stored already, too")
     p.add_argument("--commit", help="of the code, where the checkout has no git history")
     p.add_argument("--out", type=Path, help="default: benchmarks/results/speed.jsonl")
@@ -282,6 +287,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = {row_key(row) for row in rows_before}
     subjects = usable(tier.baselines, args.device)
     planned = plan(tier, subjects, args.device, where, done)
+    if args.compile_ahead:
+        tasks = tasks_of(planned, args.device)
+        n = compile_ahead(tasks, args.compile_ahead, start + args.budget / 2)
+        print(f"compiled {n} of {len(tasks)} ahead in {time.monotonic() - start:.0f} s")
     bench = Bench(args.device, args.row_seconds, where)
     rows, finished = run(bench, planned, start + args.budget, args.row_limit, args.out)
     wrong = [r for r in rows if r.get("gate") == "failed" or (r["who"] == OURS and "failed" in r)]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ pytest.importorskip("tqdm", reason="the bench extra is not installed")
 pytest.importorskip("matplotlib", reason="the bench extra is not installed")
 
 import rl_triton
-from benchmarks import backward, check, learning, learning_report, run, timing
+from benchmarks import ahead, backward, check, learning, learning_report, run, timing
 from benchmarks.baselines import OURS, SUBJECTS, Prepared, loops, scans
 from benchmarks.cases import OPS, TIERS, Case, Shape, bytes_read, make_window, parse_shape, tensors
 from benchmarks.gate import Gate, GateError
@@ -169,6 +170,23 @@ def test_stored_rows_are_skipped_and_ours_stands_beside_a_new_baseline(tmp_path,
     assert rows[1]["run"] == rows[2]["run"]
     assert run.main([*options, "--baselines", "--again"]) == 0
     assert len(read(out)) == 4
+
+
+def test_compiling_ahead(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    options = ["--device", "cpu", "--shapes", "4x6", "--ops", "affine_scan", "--layouts", "NT", "--baselines"]
+    assert run.main([*options, "--row-seconds", "0.002", "--out", str(out), "--compile-ahead", "1"]) == 0
+    assert "compiled 1 of 1 ahead" in capsys.readouterr().out
+    assert len(read(out)) == 1
+
+
+def test_ours_and_what_is_compiled_is_compiled_ahead():
+    case = Case(OPS["gae"], "TN", Shape(4, 6), "bfloat16", True)
+    subjects = [SUBJECTS[name] for name in (OURS, "compiled_scan", "eager_loop")]
+    tasks = ahead.tasks_of([(case, subjects)], "cpu")
+    assert [who for _, who, _ in tasks] == [OURS, "compiled_scan"]
+    assert ahead.case_of(tasks[0][0]) == case
+    assert ahead.compile_ahead(tasks, 1, time.monotonic()) == 0
 
 
 def test_no_budget_measures_nothing_and_is_no_failure(tmp_path, capsys):
