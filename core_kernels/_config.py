@@ -65,23 +65,29 @@ _FEW_WARPS, _ENOUGH_WARPS = 1024, 2048
 _LANES, _MAX_PARTS = 32, 512
 
 
-def weigh(lookahead: int, tensors: int, plain: bool) -> int:
-    """How much of a step a thread holds: 0 for `plain` scans (no window, no step left out) of four per-step tensors at
-    most, whose 16 steps fit in 128 registers; else 1 and by how much the algorithm looks ahead."""
-    return 0 if plain and lookahead == 0 and tensors <= 4 else 1 + lookahead
+def weigh(lookahead: int, reads: int, tensors: int, plain: bool) -> int:
+    """How much of a step a thread holds. 0 and 1: a `plain` scan (no window, no step left out) of at most four per-step
+    tensors, so that 16 steps fit in 128 registers, 0 where only one that it reads holds numbers. Others: 2 and by how
+    much the algorithm looks ahead."""
+    if plain and lookahead == 0 and tensors <= 4:
+        return 0 if reads <= 1 else 1
+    return 2 + lookahead
 
 
 @functools.cache
-def choose(n_rows: int, n_steps: int, rows_adjacent: bool, weight: int = 1) -> LaunchConfig:
+def choose(n_rows: int, n_steps: int, rows_adjacent: bool, weight: int = 2, splits: bool = True) -> LaunchConfig:
     """A pure function of the problem's shape, from measurements on an H200 (docs/notes/scan.md). `rows_adjacent`:
     neighbours in memory are neighbouring rows ([T, N] layout), so a warp is as wide as its rows; else it is as wide as
-    its steps, over several rows where these are short. `weight`: of a step in registers, see `weigh`."""
-    config = _by_rows(n_rows, n_steps, weight) if rows_adjacent else _by_steps(n_steps, weight)
+    its steps, over several rows where these are short. `weight`: of a step in registers, see `weigh`. `splits`: the
+    time axis can be split over programs."""
+    config = _by_rows(n_rows, n_steps, weight, splits) if rows_adjacent else _by_steps(n_steps, weight)
+    if not splits:
+        return config
     tiles = -(-n_steps // (config.chunks * config.steps))
     warps = -(-n_rows // config.rows) * config.num_warps
-    parts = 1
-    if warps < _FEW_WARPS:
-        parts = max(min(_ENOUGH_WARPS // warps, _LANES), _FEW_WARPS // warps)
+    parts = _FEW_WARPS // warps
+    if parts > 1 and (config.axis == 1 or config.num_warps > 1):  # else one warp composes the maps of several rows
+        parts = max(min(_ENOUGH_WARPS // warps, _LANES), parts)
     return dataclasses.replace(config, parts=max(1, min(parts, tiles // 2, _MAX_PARTS)))
 
 
@@ -119,10 +125,22 @@ _FEW_ROWS = (0, _ANY, (8, 32, 8))
 _TILES_BY_ROWS = (
     (
         (2048, 32, (32, 1, 8)),
+        (49152, 96, (32, 1, 8)),
         (49152, _ANY, (32, 1, 16)),
+        (24576, 96, (32, 2, 8)),
+        (24576, _ANY, (32, 2, 16)),
+        (12288, 96, (32, 2, 8)),
+        (12288, _ANY, (32, 4, 16)),
+        (6144, _ANY, (16, 8, 8)),
+        (2048, 128, (16, 8, 8)),
+        (2048, _ANY, (16, 8, 16)),
+        _FEW_ROWS,
+    ),
+    (
+        (2048, 32, (32, 1, 8)),
+        (49152, _ANY, (32, 1, 8)),
         (24576, _ANY, (32, 2, 8)),
         (12288, 96, (32, 2, 8)),
-        (12288, 511, (32, 4, 8)),
         (12288, _ANY, (32, 4, 16)),
         (6144, _ANY, (16, 8, 8)),
         (2048, 128, (16, 8, 8)),
@@ -149,21 +167,34 @@ _TILES_BY_ROWS = (
         _FEW_ROWS,
     ),
     (
-        (2048, 8, (32, 2, 4)),
-        (2048, 32, (32, 2, 8)),
+        (2048, 32, (32, 2, 4)),
         (12288, _ANY, (32, 2, 8)),
+        (6144, 96, (32, 2, 8)),
         (6144, _ANY, (16, 8, 8)),
         (2048, 128, (8, 16, 8)),
         (2048, _ANY, (16, 8, 8)),
         _FEW_ROWS,
     ),
 )
+# The same of fewer rows, by the steps alone, where the time axis can be split: between 1024 and 32768 steps into
+# programs of one warp, which has nobody to wait for.
+_SPLIT_ROWS = 1024
+_TILES_SPLIT = (
+    (1023, (8, 32, 8)),
+    (2047, (8, 4, 8)),
+    (32768, (8, 4, 16)),
+    (_ANY, (8, 32, 8)),
+)
 
 
-def _by_rows(n_rows: int, n_steps: int, weight: int) -> LaunchConfig:
-    rows, chunks, steps = next(
-        tile for least, most, tile in _TILES_BY_ROWS[weight] if n_rows >= least and n_steps <= most
-    )
+def _by_rows(n_rows: int, n_steps: int, weight: int, splits: bool) -> LaunchConfig:
+    if splits and n_rows < _SPLIT_ROWS:
+        rows, chunks, steps = next(tile for most, tile in _TILES_SPLIT if n_steps <= most)
+        steps = min(steps, 16 if weight < 2 else 8)
+    else:
+        rows, chunks, steps = next(
+            tile for least, most, tile in _TILES_BY_ROWS[weight] if n_rows >= least and n_steps <= most
+        )
     steps = min(steps, _power_of_two_at_least(n_steps))
     chunks = min(chunks, _power_of_two_at_least(-(-n_steps // steps)))
     rows = max(rows, 32 // chunks)
@@ -171,7 +202,7 @@ def _by_rows(n_rows: int, n_steps: int, weight: int) -> LaunchConfig:
 
 
 def _by_steps(n_steps: int, weight: int) -> LaunchConfig:
-    many = weight == 3 or (weight == 2 and n_steps >= 1024)
+    many = weight == 4 or (weight == 3 and n_steps >= 1024)
     steps = min(4 if many else 8, _power_of_two_at_least(n_steps))
     chunks = min(32, _power_of_two_at_least(-(-n_steps // steps)))
     return LaunchConfig(32 // chunks, chunks, steps, num_warps=1, prefetch=n_steps > chunks * steps)

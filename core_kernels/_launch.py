@@ -74,6 +74,14 @@ def _reach(layout: Layout) -> int:
     return max(layout.n_rows + layout.n_steps + _OVERHANG, *(of(x) for group in layout.groups for x in group))
 
 
+def _per_step(layout: Layout) -> tuple[int, int]:
+    """Of how many tensors that hold numbers a step reads an element, and of how many tensors it reads or writes one."""
+    *read, outputs, _, flags = layout.groups
+    reads = [x for group in (*read, flags) for x in group if getattr(x, "time_stride", 1) != 0 and x is not None]
+    numbers = [x for x in reads if not (isinstance(x, Operand) and x.tensor.dtype == torch.bool)]
+    return len(numbers), len(reads) + sum(y is not None for y in outputs)
+
+
 def _shared_with_inputs(problem: Problem) -> int:
     """Which input of the scan the boundary's `values` are, so that they are loaded once; -1: none."""
     values = getattr(problem.boundary, "values", None)
@@ -154,10 +162,10 @@ def run(problem: Problem) -> None:
     rows_adjacent = first.row_strides[0] == 1 and first.time_stride != 1
     near = problem.window is not None and problem.window <= _window.NEAR and valid is None
     shape = layout.n_rows, layout.n_steps, rows_adjacent
-    per_step = sum(x is not None and getattr(x, "time_stride", 1) != 0 for group in layout.groups for x in group)
     plain = valid is None and problem.window is None
-    weight = _config.weigh(algorithm.lookahead if algorithm.reverse else 0, per_step, plain)
-    chosen = _config.choose_near(*shape) if near else _config.choose(*shape, weight)
+    splits = plain and algorithm.lookahead < 2
+    weight = _config.weigh(algorithm.lookahead if algorithm.reverse else 0, *_per_step(layout), plain)
+    chosen = _config.choose_near(*shape) if near else _config.choose(*shape, weight, splits)
     config = _config.forced() or chosen
     # Triton 3.6 forgets constants (strides of 1) in the inner tuples of a tuple, and 3.5 refuses a tuple of tuples of
     # one kind, unless a constant of its own follows them.
@@ -222,7 +230,7 @@ def run(problem: Problem) -> None:
     if problem.window is None:
         tiles = triton.cdiv(layout.n_steps, config.chunks * config.steps)
         # Across the seam of two parts goes a state, but no target, and nothing of what rows that are no transition say.
-        parts = config.parts if bounds.valid is None and algorithm.lookahead < 2 else 1
+        parts = config.parts if splits else 1
         tiles_a_part = triton.cdiv(tiles, parts)
         parts = triton.cdiv(tiles, tiles_a_part)
         blocks *= parts

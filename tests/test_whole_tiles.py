@@ -61,47 +61,32 @@ def test_bits(name, config):
 
 @pytest.mark.parametrize("shape", [(4096, 128), (16384, 512), (65536, 512), (64, 16384)], ids=str)
 @pytest.mark.parametrize("rows_adjacent", [False, True])
-@pytest.mark.parametrize("weight", [0, 1, 2, 3])
-def test_round_sizes_are_whole(shape, rows_adjacent, weight):
-    config = _config.choose(*shape, rows_adjacent, weight)
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("weight", range(5))
+def test_round_sizes_are_whole(shape, rows_adjacent, weight, splits):
+    config = _config.choose(*shape, rows_adjacent, weight, splits)
     assert shape[0] % config.rows == 0
     assert shape[1] % (config.chunks * config.steps) == 0
 
 
 @pytest.mark.parametrize("rows_adjacent", [False, True])
-@pytest.mark.parametrize("weight", [0, 1, 2, 3])
-def test_every_shape_has_a_tile_without_more_of_it_than_needed(rows_adjacent, weight):
-    sizes = [
-        1,
-        2,
-        3,
-        8,
-        9,
-        24,
-        31,
-        33,
-        80,
-        96,
-        97,
-        128,
-        129,
-        512,
-        2047,
-        2048,
-        6144,
-        12288,
-        16384,
-        24576,
-        49152,
-        1 << 20,
-    ]
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("weight", range(5))
+def test_every_shape_has_a_tile_without_more_of_it_than_needed(rows_adjacent, weight, splits):
+    few = [1, 2, 3, 8, 9, 24, 31, 33, 80, 96, 97, 128, 129, 512, 1023, 1024]
+    sizes = [*few, 2047, 2048, 6144, 12288, 16384, 24576, 32768, 32769, 49152, 1 << 20]
     for n_rows, n_steps in itertools.product(sizes, sizes):
-        config = _config.choose(n_rows, n_steps, rows_adjacent, weight)
+        config = _config.choose(n_rows, n_steps, rows_adjacent, weight, splits)
         assert config.steps < 2 * n_steps
         assert (config.chunks - 1) * config.steps < 2 * n_steps
         tiles = -(-n_steps // (config.chunks * config.steps))
         assert config.prefetch == (tiles > 1)
         assert 1 <= config.parts <= max(1, tiles // 2)
+
+
+def test_what_cannot_be_split_is_not():
+    assert _config.choose(64, 16384, True, splits=False).parts == 1
+    assert _config.choose(64, 16384, True).parts > 1
 
 
 @pytest.mark.parametrize("rows_adjacent", [False, True])
