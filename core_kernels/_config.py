@@ -176,25 +176,24 @@ _TILES_BY_ROWS = (
         _FEW_ROWS,
     ),
 )
-# The same of fewer rows, by the steps alone, where the time axis can be split: between 1024 and 32768 steps into
-# programs of one warp, which has nobody to wait for.
+# The same of fewer rows than 1024, where the time axis can be split: mostly into programs of one warp, which has nobody
+# to wait for.
 _SPLIT_ROWS = 1024
 _TILES_SPLIT = (
-    (1023, (8, 32, 8)),
-    (2047, (8, 4, 8)),
-    (32768, (8, 4, 16)),
-    (_ANY, (8, 32, 8)),
+    (0, 1023, (8, 32, 8)),
+    (0, 2047, (8, 4, 8)),
+    (0, 32768, (8, 4, 16)),
+    (64, _ANY, (8, 4, 16)),
+    (0, _ANY, (8, 32, 8)),
 )
 
 
 def _by_rows(n_rows: int, n_steps: int, weight: int, splits: bool) -> LaunchConfig:
-    if splits and n_rows < _SPLIT_ROWS:
-        rows, chunks, steps = next(tile for most, tile in _TILES_SPLIT if n_steps <= most)
-        steps = min(steps, 16 if weight < 2 else 8)
-    else:
-        rows, chunks, steps = next(
-            tile for least, most, tile in _TILES_BY_ROWS[weight] if n_rows >= least and n_steps <= most
-        )
+    few = splits and n_rows < _SPLIT_ROWS
+    table = _TILES_SPLIT if few else _TILES_BY_ROWS[weight]
+    rows, chunks, steps = next(tile for least, most, tile in table if n_rows >= least and n_steps <= most)
+    if few and weight >= 2:  # 16 steps would spill
+        steps = min(steps, 8)
     steps = min(steps, _power_of_two_at_least(n_steps))
     chunks = min(chunks, _power_of_two_at_least(-(-n_steps // steps)))
     rows = max(rows, 32 // chunks)
