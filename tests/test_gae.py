@@ -288,12 +288,13 @@ def test_large_values_lose_no_more_than_a_loop(backend):
     [
         LaunchConfig(rows=8, chunks=4, steps=1, num_warps=1, parts=35),
         LaunchConfig(rows=16, chunks=2, steps=1, axis=0, num_warps=1, parts=35),
+        LaunchConfig(rows=8, chunks=4, steps=2, axis=0, num_warps=1, prefetch=True, parts=70),
     ],
-    ids=["axis 1", "axis 0"],
+    ids=["axis 1", "axis 0", "axis 0, three maps a lane"],
 )
 def test_more_parts_than_lanes(config, backend):
     """A lane composes several maps before the lanes compose theirs."""
-    n_steps = 35 * config.chunks - 1
+    n_steps = config.parts * config.chunks * config.steps - 1
     layout = "NT" if config.axis == 1 else "TN"
     rollout = make_rollout(5, n_steps, layout=layout, truncated=0.01, terminated=0.01, device=backend.device)
     options = {"gamma": 0.999, "lambda_": 0.99, "time_dim": config.axis}
