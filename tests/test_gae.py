@@ -288,9 +288,9 @@ def test_large_values_lose_no_more_than_a_loop(backend):
     [
         LaunchConfig(rows=8, chunks=4, steps=1, num_warps=1, parts=35),
         LaunchConfig(rows=16, chunks=2, steps=1, axis=0, num_warps=1, parts=35),
-        LaunchConfig(rows=8, chunks=4, steps=2, axis=0, num_warps=1, prefetch=True, parts=70),
+        LaunchConfig(rows=8, chunks=4, steps=2, axis=0, num_warps=1, prefetch=True, parts=35),
     ],
-    ids=["axis 1", "axis 0", "axis 0, three maps a lane"],
+    ids=["axis 1", "axis 0", "axis 0, prefetched"],
 )
 def test_more_parts_than_lanes(config, backend):
     """A lane composes several maps before the lanes compose theirs."""
