@@ -290,6 +290,7 @@ def scan_kernel(
     FIRST: tl.constexpr = STEPS - 1 if REVERSE else 0
     BEHIND: tl.constexpr = -1 if REVERSE else STEPS
     FORWARD: tl.constexpr = -1 if REVERSE else 1
+    EARLY: tl.constexpr = AXIS == 0 or PARTS > 1
 
     # What a step sees beyond the window: the state, and (for `BOUNDARY`) the value and kind of the edge. As tiles, the
     # same in every chunk.
@@ -331,8 +332,8 @@ def scan_kernel(
                 inputs, factors, boundary, valid_flags, sizes, rows, row_mask, start, T, FETCH_BOUNDARY, REVERSE, START,
                 INPUT_KINDS, ACTIONS, VALUES, N_INPUTS, N_FACTORS, ROWS, CHUNKS, STEPS, AXIS, DIMS, DTYPE, WHOLE,
             )  # fmt: skip
-        if PREFETCH and AXIS == 0:
-            # The next tile is asked for before this one is worked on: a program has few warps to wait with.
+        if PREFETCH and EARLY:
+            # The next tile is asked for before this one is worked on: there are few warps to wait with.
             ahead_start = start - SPAN if REVERSE else start + SPAN
             more = row_mask & (rows * 0 + k + 1 < end)
             valid_ahead, x_ahead, f_ahead, bounds_ahead = fetch(
@@ -456,9 +457,9 @@ def scan_kernel(
             start -= SPAN
         else:
             start += SPAN
-        if PREFETCH and AXIS == 0:
+        if PREFETCH and EARLY:
             valid, x, f, bounds = valid_ahead, x_ahead, f_ahead, bounds_ahead
-        if PREFETCH and AXIS == 1:
+        if PREFETCH and not EARLY:
             # At the end, where fewer registers are in use, so that more programs share a multiprocessor. (Not where it
             # is needed: the compiler would move each load down to its use, and a thread wait at every step.)
             more = row_mask & (rows * 0 + k + 1 < end)
