@@ -66,15 +66,20 @@ def tensor(op: str, name: str, x: Any, dtypes: frozenset[torch.dtype], kind: str
                 f"example {name}.as_subclass(torch.Tensor)",
             )
         _type_error(op, f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided:
-        _type_error(op, f"{name} must be a strided tensor, got layout {x.layout}; pass {name}.to_dense()")
+    _in_plain_memory(op, name, x)
     if x.device.type not in ("cuda", "cpu"):
         _value_error(op, f"{name} is on device '{x.device}'; supported are 'cuda' and 'cpu': pass {name}.to('cpu')")
     if x.dtype not in dtypes:
         _type_error(op, f"{name} has dtype {x.dtype}, but {kind} is needed: pass {name}.to(torch.float32)")
+    return x
+
+
+def _in_plain_memory(op: str, name: str, x: torch.Tensor) -> None:
+    """The elements of x lie in memory as they are, at its strides."""
+    if x.layout is not torch.strided:
+        _type_error(op, f"{name} must be a strided tensor, got layout {x.layout}; pass {name}.to_dense()")
     if not torch.compiler.is_compiling() and x.is_neg():  # a compiler writes such views out
         _value_error(op, f"{name} is a negated view (as of z.conj().imag), not memory: pass {name}.resolve_neg()")
-    return x
 
 
 def real(op: str, name: str, x: Any) -> torch.Tensor:
@@ -190,6 +195,15 @@ def factor(op: str, name: str, x: Any, other_name: str, other: torch.Tensor) -> 
     return x if x.shape == other.shape else x.expand(other.shape)
 
 
+def nonnegative(op: str, name: str, x: Any) -> float:
+    """A finite number that is not negative, known on the host."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        _type_error(op, f"{name} must be a float, got {type(x).__name__}")
+    if not 0 <= x < float("inf"):
+        _value_error(op, f"{name} must be finite and at least 0, got {x}")
+    return float(x)
+
+
 def same_device(op: str, named: Iterable[tuple[str, Any]]) -> torch.device:
     """All tensors among `named` are on one device."""
     first_name, device = None, None
@@ -248,6 +262,16 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
         return True
 
 
+def _may_overlap_itself(x: torch.Tensor) -> bool:
+    """Whether two elements of x may share memory: an axis steps less far than the axes within it reach."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
 def outputs(
     op: str,
     out: Any,
@@ -268,6 +292,7 @@ def outputs(
     for label, x in zip(labels, given, strict=True):
         if type(x) not in _PLAIN:
             _type_error(op, f"{label} must be a torch.Tensor, got {type(x).__name__}")
+        _in_plain_memory(op, label, x)
         if x.shape != like.shape:
             _value_error(op, f"{label} has shape {_shape(x.shape)}, but the result has shape {_shape(like.shape)}")
         if x.dtype != dtype:
@@ -276,8 +301,12 @@ def outputs(
             _value_error(op, f"{label} is on {x.device}, but the inputs are on {like.device}")
         if x.requires_grad:
             _value_error(op, f"{label} requires grad, and results carry no graph: pass {label.split()[0]}.detach()")
-        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-            _value_error(op, f"{label} is an expanded view, several of its elements are one: pass a tensor of its own")
+        if _may_overlap_itself(x):
+            _value_error(
+                op,
+                f"{label} has shape {_shape(x.shape)} and strides {_shape(x.stride())}, a view in which several elements "
+                "may be one (as an expanded tensor's are): pass a tensor of its own",
+            )
         for name, y in inputs:
             if _share_memory(x, y):
                 _value_error(op, f"{label} shares memory with {name}; results cannot overwrite an input: pass another")
@@ -300,13 +329,13 @@ def no_out(op: str, out: Any) -> None:
         )
 
 
-def data(op: str, inputs: Mapping[str, Any], boundary: Any) -> None:
+def data(op: str, inputs: Mapping[str, Any], factors: Mapping[str, Any], boundary: Any) -> None:
     """What only the data can tell: flags that are not 0 or 1, NaN in a step that counts, an action that is not there,
     a behavior probability of 0. Waits for the device."""
     for name in ("terminated", "truncated", "valid", "last_done", "done"):
         x = getattr(boundary, name, None)
         if x is not None:
-            _none(op, (x != 0) & (x != 1), f"{name} holds numbers other than 0 and 1 (nonzero counts as 1)")
+            none_is(op, (x != 0) & (x != 1), f"{name} holds numbers other than 0 and 1 (nonzero counts as 1)")
     valid = getattr(boundary, "valid", None)
 
     def counts(bad: torch.Tensor) -> torch.Tensor:
@@ -316,14 +345,19 @@ def data(op: str, inputs: Mapping[str, Any], boundary: Any) -> None:
         if isinstance(x, Taken):
             n_actions = x.table.shape[-1]
             bad = counts((x.actions < 0) | (x.actions >= n_actions))
-            _none(op, bad, f"actions holds indices outside 0..{n_actions - 1}")
+            none_is(op, bad, f"actions holds indices outside 0..{n_actions - 1}")
             x = x.table.gather(-1, x.actions.long().clamp(0, n_actions - 1).unsqueeze(-1)).squeeze(-1)
-        _none(op, counts(x != x), f"{name} holds NaN in steps that count")
+        none_is(op, counts(x != x), f"{name} holds NaN in steps that count")
         if name == "behavior_probs":
-            _none(op, counts(x == 0), "behavior_probs holds 0 for taken actions, which makes the ratio infinite")
+            none_is(op, counts(x == 0), "behavior_probs holds 0 for taken actions, which makes the ratio infinite")
+    for name, x in factors.items():
+        if x is not None and name not in inputs:
+            x = torch.as_tensor(x)
+            none_is(op, counts(x != x) if x.dim() else x != x, f"{name} is NaN in steps that count")
 
 
-def _none(op: str, bad: torch.Tensor, problem: str) -> None:
+def none_is(op: str, bad: torch.Tensor, problem: str) -> None:
+    """Raise where any is bad. Waits for the device."""
     if bad.any():
         where = bad.nonzero()
         _value_error(op, f"{problem}: {len(where)} of {bad.numel()}, the first at {tuple(where[0].tolist())}")

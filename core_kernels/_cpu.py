@@ -204,6 +204,9 @@ _KINDS: dict[torch.dtype, Any] = {
     torch.int16: np.int16(0),
     torch.int32: np.int32(0),
     torch.int64: np.int64(0),
+    torch.uint16: np.uint16(0),
+    torch.uint32: np.uint32(0),
+    torch.uint64: np.uint64(0),
     torch.float32: np.float32(0),
     torch.float64: np.float64(0),
 }

@@ -10,8 +10,6 @@ Memory is a small multiple of the inputs, for the graph; an n-step window keeps 
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -230,7 +228,8 @@ def _trace_coefficients(x, v_next, cut, f, variant):
     if variant[0] == "accumulating":
         return x[0], f[2]
     # The formula is not continuous at x = 0: the branch that is taken there does not depend on x.
-    return torch.where(x[0] != 0, x[0], 0.0), torch.where(x[0] != 0, 0.0, f[2])
+    # A tensor for the decay too: of two numbers the result would have the default dtype.
+    return torch.where(x[0] != 0, x[0], 0.0), torch.where(x[0] != 0, 0.0, f[2] + torch.zeros_like(x[0]))
 
 
 def _first_factor(x, v_next, cut, f, variant):
@@ -277,8 +276,9 @@ def estimate(
     closed = carry[0] is None
     initial = forms.beyond(call.per_row(getattr(boundary, "last_values", None))) if closed else call.per_row(carry[0])
     target_beyond = call.per_row(carry[1])
-    if call.n_steps == 0:
-        return _empty(forms, inputs, like, dtype, (initial, target_beyond), return_carry)
+    if like.numel() == 0:
+        read = (*inputs.values(), *factors.values(), *boundary, *carry)
+        return _empty(forms, read, like, dtype, (initial, target_beyond), return_carry)
 
     if algorithm.name == "affine_scan":
         return (_bare_scan(call, inputs["alpha"], factors["beta"], carry[0], algorithm.reverse, dtype),), (None, None)
@@ -357,10 +357,13 @@ def _stored(y: torch.Tensor, valid: torch.Tensor | None, dtype: torch.dtype) -> 
     return (y if valid is None else torch.where(valid, y, 0.0)).to(dtype)
 
 
-def _empty(forms, inputs, like, dtype, beyond, return_carry):
-    """No steps: empty results, and what is scanned in comes out."""
-    tensors = (x.to(dtype) for x in inputs.values() if isinstance(x, torch.Tensor))
-    nothing = functools.reduce(operator.add, tensors, torch.zeros(like.shape, dtype=dtype, device=like.device))
+def _empty(forms, read, like, dtype, beyond, return_carry):
+    """No elements: empty results whose graph reaches every tensor, and what is scanned in comes out."""
+    nothing = torch.zeros(like.shape, dtype=dtype, device=like.device)
+    for source in read:
+        for x in (source,) if isinstance(source, torch.Tensor) else source if isinstance(source, tuple) else ():
+            if x.dtype.is_floating_point:
+                nothing = nothing + x.sum().to(dtype)
     n_results = 1 if forms.outputs is _state_alone else 2
     state, target = (x.clone() for x in beyond)
     final = (state, None if forms.target is None else target) if return_carry else (None, None)

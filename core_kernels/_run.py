@@ -9,6 +9,7 @@ import torch
 
 from rl_triton import _backend, _checks, _linear
 from rl_triton._algorithm import Algorithm, Expectation, Problem
+from rl_triton.boundaries import Successors, check_data
 
 # Boundary tensors that hold values, and so take part in the promotion of dtypes.
 _VALUED = ("last_values", "bootstrap_values", "next_values")
@@ -65,8 +66,10 @@ def estimate(
         return _linear.estimate(op, time_dim, like, values, boundary, factors), (None, None)
     outputs = () if graph else _checks.outputs(op, out, names, like, dtype, read.items())
     traced = isinstance(like, _checks.STAND_INS)
-    if _checks.READS_DATA and not traced:
-        _checks.data(op, inputs, boundary)
+    if _checks.READS_DATA and not traced and like.numel():
+        _checks.data(op, inputs, factors, boundary)
+        if isinstance(boundary, Successors):
+            check_data(op, boundary, time_dim)
 
     arithmetic = arithmetic_of(dtype)
     if graph:

@@ -614,3 +614,25 @@ def check_successors(
         valid=per_step("valid", valid, _checks.flags),
         last_done=per_row("last_done", last_done, _checks.flags),
     )
+
+
+def check_data(op: str, b: Successors, dim: int) -> None:
+    """What only the data can tell: NaN in what follows a step, where it is read. Waits for the device."""
+
+    def no_nan(name: str, x: torch.Tensor | None, read: torch.Tensor, where: str) -> None:
+        if isinstance(x, torch.Tensor):
+            _checks.none_is(op, (x != x) & read, f"{name} holds NaN {where}")
+
+    ended = b.terminated != 0
+    if b.last_done is not None:  # each step's own flag
+        ended = torch.cat([ended.narrow(dim, 1, ended.shape[dim] - 1), (b.last_done != 0).unsqueeze(dim)], dim)
+    cut_short = torch.zeros_like(ended) if b.truncated is None else (b.truncated != 0) & ~ended
+    valid = torch.ones_like(ended) if b.valid is None else b.valid != 0
+    no_nan("values", b.values, valid, "in steps that count")
+    no_nan("bootstrap_values", b.bootstrap_values, cut_short, "at truncated steps")
+    no_nan("next_values", b.next_values, ~ended & (valid | cut_short), "in steps that read it")
+    if b.next_values is None:
+        # The edge is read where neither the last step that counts nor a row behind it is cut.
+        later = valid.flip(dim).cumsum(dim).flip(dim) - valid.long()
+        closed = ((ended | cut_short) & (later == 0)).any(dim)
+        no_nan("last_values", b.last_values, valid.any(dim) & ~closed, "in rows that go on beyond the window")

@@ -145,7 +145,7 @@ def _shaped(x: np.ndarray, like: torch.Tensor, time_dim: int) -> torch.Tensor:
 
 
 def _number(x: Any) -> Any:
-    return x if isinstance(x, torch.Tensor) else float(x)
+    return x.double() if isinstance(x, torch.Tensor) else float(x)
 
 
 def _backward(window: _Window, first: np.ndarray, beyond: np.ndarray, before: Any) -> np.ndarray:

@@ -221,6 +221,15 @@ def test_forward_ops(variant, backend):
     check(backend, lambda x, initial, gamma=None: function(x, initial, gamma), inputs)
 
 
+def test_replacing_traces_keep_float64(backend):
+    """Their decay is a number or 0 by the step, and has the precision of the rest."""
+    x = torch.where(normal(2, 9) > 1, 1.0, 0.0).to(**DOUBLE, device=backend.device)
+    options = dict(gamma=0.99, lambda_=0.93, kind="replacing")
+    wanted = rlt.eligibility_traces(x, torch.zeros_like(x), **options)
+    z = rlt.eligibility_traces(x.requires_grad_(), torch.zeros_like(x), **options, differentiable=True)
+    torch.testing.assert_close(z, wanted, rtol=1e-15, atol=0)
+
+
 @on_backends("variant", list(itertools.product(["backward", "forward"], ["", "initial"])), ("backward", "initial"))
 def test_affine_scan(variant, backend):
     """A factor of exactly zero too: its own derivative is that of the product."""
@@ -654,7 +663,7 @@ def test_dtypes(op, dtype, backend):
         assert_result(x.grad, exact[name].grad, dtype, name)
 
 
-@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0), (0, 1), (2, 1)], ids=str)
 @on_backends("op", ALL_OPS, "n_step_returns")
 def test_empty_and_single_steps(op, shape, backend):
     function, inputs, given = small_calls(backend.device, torch.float64, *shape)[op]
@@ -666,6 +675,9 @@ def test_empty_and_single_steps(op, shape, backend):
         torch.testing.assert_close(x, want)
     grads = torch.autograd.grad(weighted(results), list(inputs.values()), allow_unused=True, create_graph=True)
     assert all(g is None or g.isfinite().all() for g in grads)
+    if 0 in shape:  # no element depends on anything, but whoever asks for a gradient gets one
+        assert [None if g is None else g.shape for g in grads] == [x.shape for x in inputs.values()]
+        assert all(g.eq(0).all() for g in grads)
     if shape == (2, 1):
         assert torch.autograd.gradgradcheck(
             lambda *x: function(**dict(zip(inputs, x, strict=True)), **given, differentiable=True),

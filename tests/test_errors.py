@@ -160,7 +160,22 @@ CASES = {
     "out expanded": (
         ValueError,
         {"out": (torch.zeros(1, 6).expand(4, 6), torch.zeros(4, 6))},
-        "out[0] (advantages) is an expanded view",
+        "out[0] (advantages) has shape [4, 6] and strides [0, 1], a view in which several elements may be one",
+    ),
+    "out over itself": (
+        ValueError,
+        {"out": (torch.zeros(4, 6), torch.zeros(40).as_strided((4, 6), (4, 1)))},
+        "out[1] (returns) has shape [4, 6] and strides [4, 1], a view in which several elements may be one",
+    ),
+    "out negated": (
+        ValueError,
+        {"out": (torch.zeros(4, 6, dtype=torch.complex64).conj().imag, torch.zeros(4, 6))},
+        "out[0] (advantages) is a negated view",
+    ),
+    "out sparse": (
+        TypeError,
+        {"out": (torch.zeros(4, 6).to_sparse(), torch.zeros(4, 6))},
+        "out[0] (advantages) must be a strided tensor",
     ),
 }
 
@@ -412,6 +427,7 @@ def test_data_is_looked_at_on_demand(monkeypatch):
     nan[2, 3] = float("nan")
     flags = X.clone()
     flags[1, 4] = 2
+    ends = (nan != nan).float()
     valid = torch.ones_like(X)
     probs = torch.ones_like(ACTIONS)
     given = RETRACE | {"policy_probs": probs, "behavior_probs": probs, "actions": X.long()}
@@ -426,6 +442,14 @@ def test_data_is_looked_at_on_demand(monkeypatch):
         yield lambda: rlt.retrace(**window(**given | {"actions": X.long() + 3})), r"indices outside 0\.\.2"
         yield lambda: rlt.retrace(**window(**given | {"behavior_probs": 0 * probs})), "behavior_probs holds 0 for taken"
         yield lambda: rlt.eligibility_traces(X, flags), "done holds numbers other than 0 and 1"
+        yield lambda: rlt.gae(**arguments(gamma=float("nan"))), "gamma is NaN"
+        yield lambda: rlt.gae(**arguments(lambda_=nan)), "lambda_ is NaN in steps that count: 1 of 24"
+        yield lambda: rlt.gae(**arguments(last_values=nan[:, 3])), "last_values holds NaN in rows that go on beyond the"
+        given_next = {"truncated": ends, "last_values": DROP, "next_values": nan}
+        yield lambda: rlt.gae(**arguments(**given_next)), r"next_values holds NaN in steps that read it"
+        cut = {"truncated": ends, "bootstrap_values": nan}
+        yield lambda: rlt.gae(**arguments(**cut)), "bootstrap_values holds NaN at truncated steps: 1 of 24"
+        yield lambda: rlt.td_lambda_returns(**arguments(values=nan)), "values holds NaN in steps that count"
 
     for call, words in calls():
         if "indices" not in words:  # reading outside a table is not tried
@@ -437,4 +461,14 @@ def test_data_is_looked_at_on_demand(monkeypatch):
     rlt.gae(**arguments())
     valid[2, 3] = 0
     rlt.gae(**arguments(rewards=nan, valid=valid))
+    # What is not read may hold anything: values beyond an end, of steps that were not truncated, beyond a cut window.
+    rlt.gae(**arguments(terminated=ends, truncated=ends, bootstrap_values=nan))
+    rlt.gae(**arguments(terminated=ends, last_values=DROP, next_values=nan))
+    closed = {"last_values": nan[:, 3], "last_done": ends[:, 3], "flags_at": "start"}
+    rlt.gae(**arguments(**closed))
+    behind = torch.ones_like(X)
+    behind[:, 4:] = 0
+    at_end = torch.zeros_like(X)
+    at_end[2, 4] = 1
+    rlt.gae(**arguments(valid=behind, terminated=at_end, last_values=nan[:, 3]))
     rlt.retrace(**window(**given))

@@ -573,6 +573,17 @@ def test_more_actions_apart_than_32_bits_tell(backend):
     assert torch.equal(result.targets.cpu().double(), expected)
 
 
+def test_reference_rounds_no_lambda():
+    """1 - λ of a tensor in low precision has no error of its own, as in the kernels."""
+    x = torch.ones(1, 3)
+    for dtype in (torch.float32, torch.bfloat16):
+        lambda_ = torch.full((1, 3), 0.1, dtype=dtype)
+        options = {"last_values": torch.ones(1), "gamma": 0.9}
+        result = reference.td_lambda_returns(x, x, torch.zeros(1, 3), lambda_=lambda_, **options)
+        wanted = reference.td_lambda_returns(x, x, torch.zeros(1, 3), lambda_=float(lambda_[0, 0]), **options)
+        torch.testing.assert_close(result, wanted, rtol=1e-15, atol=0)
+
+
 def test_replacing_traces(backend):
     x = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]], device=backend.device)
     z = rlt.eligibility_traces(x, torch.zeros_like(x), gamma=0.5, lambda_=1.0, kind="replacing")

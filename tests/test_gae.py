@@ -155,7 +155,9 @@ def test_row_sizes(backend, n_rows):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "flag_dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float64]
+    "flag_dtype",
+    [torch.bool, torch.uint8, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.float16,
+     torch.float64],
 )
 def test_dtypes(backend, dtype, flag_dtype):
     rollout = make_rollout(3, 33, dtype=dtype, flag_dtype=flag_dtype, truncated=0.1, device=backend.device)
@@ -174,12 +176,13 @@ def test_dtypes(backend, dtype, flag_dtype):
         (torch.int64, torch.float32, torch.float32),
         (torch.int32, torch.bfloat16, torch.float32),
         (torch.int64, torch.float64, torch.float64),
+        (torch.uint16, torch.float32, torch.float32),
     ],
 )
 def test_promotion(backend, rewards, values, wanted):
     rollout = make_rollout(2, 10, device=backend.device, dtype=torch.float64)
     last = rollout.pop("last_values").to(values)
-    rollout |= {"rewards": (3 * rollout["rewards"]).to(rewards), "values": rollout["values"].to(values)}
+    rollout |= {"rewards": (3 * rollout["rewards"]).abs().to(rewards), "values": rollout["values"].to(values)}
     result, expected = both(rollout, {"last_values": last, "gamma": torch.tensor(0.9, dtype=torch.float64).to(last)})
     for k in range(2):
         assert_result(result[k], expected[k], wanted, result._fields[k])

@@ -123,6 +123,20 @@ def test_nan_of_a_valid_step_stays_visible(backend):
     assert rlt.normalize_advantages(x).isnan().all()
 
 
+@pytest.mark.parametrize("dims", [None, -1])
+def test_squares_beyond_float32(backend, dims):
+    x = (1e25 * torch.randn(3, 500, generator=torch.Generator().manual_seed(0))).to(backend.device)
+    assert_close(rlt.normalize_advantages(x, dims=dims), plain(x.cpu(), dims=dims), max_error=1e-5)
+
+
+@pytest.mark.parametrize("eps", [-1e-8, float("nan"), float("inf"), True, "1e-8", torch.tensor(1e-8)], ids=repr)
+def test_eps_is_a_number_that_is_not_negative(backend, eps):
+    x = torch.zeros(3, 4, device=backend.device)
+    error = ValueError if type(eps) is float else TypeError
+    with pytest.raises(error, match="normalize_advantages: eps must be"):
+        rlt.normalize_advantages(x, eps=eps)
+
+
 @pytest.mark.parametrize("at", [0.0, 1e4, -1e6])
 def test_a_mean_far_from_zero_costs_nothing(backend, at):
     x = (at + torch.randn(200_000, generator=torch.Generator().manual_seed(0))).to(backend.device)

@@ -35,14 +35,14 @@ def normalize_advantages(
         valid: nonzero where the element counts; the others, whatever they hold, give 0. Shape of `advantages`.
         dims: the axes that share one mean and spread; None: all.
         unbiased: divide by n - 1, not n.
-        eps: added to the standard deviation.
+        eps: added to the standard deviation; a finite number, at least 0.
         process_group: a torch.distributed group, whose members pool their statistics: every one of them must call.
 
     Returns:
         y, the shape and dtype of `advantages`, without an autograd graph.
 
     Raises:
-        ValueError: a shape, device or axis that does not fit.
+        ValueError: a shape, device, axis or `eps` that does not fit.
         TypeError: an argument of the wrong type or dtype.
     """
     op = "normalize_advantages"
@@ -51,6 +51,7 @@ def normalize_advantages(
         _checks.like(op, "valid", _checks.flags(op, "valid", valid), "advantages", advantages, -1)
     _checks.same_device(op, (("advantages", advantages), ("valid", valid)))
     axes = _axes(op, advantages, dims)
+    eps = _checks.nonnegative(op, "eps", eps)
     if advantages.numel() == 0 and process_group is None:
         return torch.empty_like(advantages)
 
@@ -58,7 +59,7 @@ def normalize_advantages(
     if everything and _backend.runs_kernels(op, advantages.device) and _one_order(advantages, valid):
         from rl_triton import _moments
 
-        return _moments.normalize(advantages.detach(), valid, unbiased, float(eps))
+        return _moments.normalize(advantages.detach(), valid, unbiased, eps)
     with torch.no_grad():
         x = advantages.detach()
         keep = None if valid is None else valid != 0
@@ -86,7 +87,7 @@ def normalize_advantages(
         if keep is not None:
             deviation = torch.where(keep, deviation, 0)
         moved = total(deviation)
-        squares = total(deviation.square()) - moved * moved / count
+        squares = total(deviation.double().square()) - moved * moved / count
         std = (squares.clamp(min=0) / (count - 1 if unbiased else count)).sqrt()
         correction = (moved / count).to(wide)
         normalized = (deviation - correction) / (std + eps).to(wide)
