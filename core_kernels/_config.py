@@ -118,82 +118,39 @@ def choose_expected(actions: int, n_rows: int, n_steps: int, rows_adjacent: bool
     return block, size // time, time, 8
 
 
-# (rows of the problem at least, steps at most) of a tile of (rows, chunks, steps), by the weight of a step; the first
-# that fits is taken.
+# Rows of the problem at least, steps at most, and the tile (rows, chunks, steps) by the weight of a step, 0 to 4; the
+# first line that fits is taken.
 _ANY = 1 << 62
-_FEW_ROWS = (0, _ANY, (8, 32, 8))
-_TILES_BY_ROWS = (
-    (
-        (2048, 32, (32, 1, 8)),
-        (49152, 96, (32, 1, 8)),
-        (49152, _ANY, (32, 1, 16)),
-        (24576, 96, (32, 2, 8)),
-        (24576, _ANY, (32, 2, 16)),
-        (12288, 96, (32, 2, 8)),
-        (12288, _ANY, (32, 4, 16)),
-        (6144, _ANY, (16, 8, 8)),
-        (2048, 128, (16, 8, 8)),
-        (2048, _ANY, (16, 8, 16)),
-        _FEW_ROWS,
-    ),
-    (
-        (2048, 32, (32, 1, 8)),
-        (49152, _ANY, (32, 1, 8)),
-        (24576, _ANY, (32, 2, 8)),
-        (12288, 96, (32, 2, 8)),
-        (12288, _ANY, (32, 4, 16)),
-        (6144, _ANY, (16, 8, 8)),
-        (2048, 128, (16, 8, 8)),
-        (2048, _ANY, (16, 8, 16)),
-        _FEW_ROWS,
-    ),
-    (
-        (2048, 32, (32, 1, 8)),
-        (49152, _ANY, (32, 1, 8)),
-        (24576, _ANY, (32, 2, 8)),
-        (12288, 96, (32, 2, 8)),
-        (12288, _ANY, (32, 4, 8)),
-        (6144, _ANY, (16, 8, 8)),
-        (2048, 128, (16, 8, 8)),
-        (2048, _ANY, (16, 8, 16)),
-        _FEW_ROWS,
-    ),
-    (
-        (2048, 32, (32, 1, 8)),
-        (24576, _ANY, (32, 2, 8)),
-        (6144, _ANY, (32, 2, 16)),
-        (2048, 128, (16, 8, 8)),
-        (2048, _ANY, (16, 8, 16)),
-        _FEW_ROWS,
-    ),
-    (
-        (2048, 32, (32, 2, 4)),
-        (12288, _ANY, (32, 2, 8)),
-        (6144, 96, (32, 2, 8)),
-        (6144, _ANY, (16, 8, 8)),
-        (2048, 128, (8, 16, 8)),
-        (2048, _ANY, (16, 8, 8)),
-        _FEW_ROWS,
-    ),
+_TILES_BY_ROWS: tuple[tuple[int, int, tuple[tuple[int, int, int], ...]], ...] = (
+    (2048, 32, ((32, 1, 8), (32, 1, 8), (32, 1, 8), (32, 1, 8), (32, 2, 4))),
+    (49152, 96, ((32, 1, 8), (32, 1, 8), (32, 1, 8), (32, 2, 8), (32, 2, 8))),
+    (49152, _ANY, ((32, 1, 16), (32, 1, 8), (32, 1, 8), (32, 2, 8), (32, 2, 8))),
+    (24576, 96, ((32, 2, 8), (32, 2, 8), (32, 2, 8), (32, 2, 8), (32, 2, 8))),
+    (24576, _ANY, ((32, 2, 16), (32, 2, 8), (32, 2, 8), (32, 2, 8), (32, 2, 8))),
+    (12288, 96, ((32, 2, 8), (32, 2, 8), (32, 2, 8), (32, 2, 16), (32, 2, 8))),
+    (12288, _ANY, ((32, 4, 16), (32, 4, 16), (32, 4, 8), (32, 2, 16), (32, 2, 8))),
+    (6144, 96, ((16, 8, 8), (16, 8, 8), (16, 8, 8), (32, 2, 16), (32, 2, 8))),
+    (6144, _ANY, ((16, 8, 8), (16, 8, 8), (16, 8, 8), (32, 2, 16), (16, 8, 8))),
+    (2048, 128, ((16, 8, 8), (16, 8, 8), (16, 8, 8), (16, 8, 8), (8, 16, 8))),
+    (2048, _ANY, ((16, 8, 16), (16, 8, 16), (16, 8, 16), (16, 8, 16), (16, 8, 8))),
+    (0, _ANY, ((8, 32, 8), (8, 32, 8), (8, 32, 8), (8, 32, 8), (8, 32, 8))),
 )
 # The same of fewer rows than 1024, where the time axis can be split: mostly into programs of one warp, which has nobody
-# to wait for.
+# to wait for. From weight 2 on 16 steps would spill.
 _SPLIT_ROWS = 1024
-_TILES_SPLIT = (
-    (0, 1023, (8, 32, 8)),
-    (0, 2047, (8, 4, 8)),
-    (0, 32768, (8, 4, 16)),
-    (64, _ANY, (8, 4, 16)),
-    (0, _ANY, (8, 32, 8)),
+_TILES_SPLIT: tuple[tuple[int, int, tuple[tuple[int, int, int], ...]], ...] = (
+    (0, 1023, ((8, 32, 8), (8, 32, 8), (8, 32, 8), (8, 32, 8), (8, 32, 8))),
+    (0, 2047, ((8, 4, 8), (8, 4, 8), (8, 4, 8), (8, 4, 8), (8, 4, 8))),
+    (0, 32768, ((8, 4, 16), (8, 4, 16), (8, 4, 8), (8, 4, 8), (8, 4, 8))),
+    (64, _ANY, ((8, 4, 16), (8, 4, 16), (8, 4, 8), (8, 4, 8), (8, 4, 8))),
+    (0, _ANY, ((8, 32, 8), (8, 32, 8), (8, 32, 8), (8, 32, 8), (8, 32, 8))),
 )
 
 
 def _by_rows(n_rows: int, n_steps: int, weight: int, splits: bool) -> LaunchConfig:
-    few = splits and n_rows < _SPLIT_ROWS
-    table = _TILES_SPLIT if few else _TILES_BY_ROWS[weight]
-    rows, chunks, steps = next(tile for least, most, tile in table if n_rows >= least and n_steps <= most)
-    if few and weight >= 2:  # 16 steps would spill
-        steps = min(steps, 8)
+    table = _TILES_SPLIT if splits and n_rows < _SPLIT_ROWS else _TILES_BY_ROWS
+    tiles = next(tiles for least, most, tiles in table if n_rows >= least and n_steps <= most)
+    rows, chunks, steps = tiles[weight]
     steps = min(steps, _power_of_two_at_least(n_steps))
     chunks = min(chunks, _power_of_two_at_least(-(-n_steps // steps)))
     rows = max(rows, 32 // chunks)
