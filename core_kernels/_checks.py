@@ -199,9 +199,10 @@ def nonnegative(op: str, name: str, x: Any) -> float:
     """A finite number that is not negative, known on the host."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         _type_error(op, f"{name} must be a float, got {type(x).__name__}")
+    x = float(x)
     if not 0 <= x < float("inf"):
         _value_error(op, f"{name} must be finite and at least 0, got {x}")
-    return float(x)
+    return x
 
 
 def same_device(op: str, named: Iterable[tuple[str, Any]]) -> torch.device:
@@ -304,8 +305,8 @@ def outputs(
         if _may_overlap_itself(x):
             _value_error(
                 op,
-                f"{label} has shape {_shape(x.shape)} and strides {_shape(x.stride())}, a view in which several elements "
-                "may be one (as an expanded tensor's are): pass a tensor of its own",
+                f"{label} has shape {_shape(x.shape)} and strides {_shape(x.stride())}, a view in which several "
+                "elements may be one (as an expanded tensor's are): pass a tensor of its own",
             )
         for name, y in inputs:
             if _share_memory(x, y):

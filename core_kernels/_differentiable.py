@@ -277,8 +277,8 @@ def estimate(
     initial = forms.beyond(call.per_row(getattr(boundary, "last_values", None))) if closed else call.per_row(carry[0])
     target_beyond = call.per_row(carry[1])
     if like.numel() == 0:
-        read = (*inputs.values(), *factors.values(), *boundary, *carry)
-        return _empty(forms, read, like, dtype, (initial, target_beyond), return_carry)
+        given = (*inputs.values(), *factors.values(), *boundary, *carry)
+        return _empty(forms, given, like, dtype, (initial, target_beyond), return_carry)
 
     if algorithm.name == "affine_scan":
         return (_bare_scan(call, inputs["alpha"], factors["beta"], carry[0], algorithm.reverse, dtype),), (None, None)
@@ -357,10 +357,10 @@ def _stored(y: torch.Tensor, valid: torch.Tensor | None, dtype: torch.dtype) -> 
     return (y if valid is None else torch.where(valid, y, 0.0)).to(dtype)
 
 
-def _empty(forms, read, like, dtype, beyond, return_carry):
+def _empty(forms, given, like, dtype, beyond, return_carry):
     """No elements: empty results whose graph reaches every tensor, and what is scanned in comes out."""
     nothing = torch.zeros(like.shape, dtype=dtype, device=like.device)
-    for source in read:
+    for source in given:
         for x in (source,) if isinstance(source, torch.Tensor) else source if isinstance(source, tuple) else ():
             if x.dtype.is_floating_point:
                 nothing = nothing + x.sum().to(dtype)

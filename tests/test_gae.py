@@ -156,8 +156,17 @@ def test_row_sizes(backend, n_rows):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "flag_dtype",
-    [torch.bool, torch.uint8, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.float16,
-     torch.float64],
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float16,
+        torch.float64,
+    ],
 )
 def test_dtypes(backend, dtype, flag_dtype):
     rollout = make_rollout(3, 33, dtype=dtype, flag_dtype=flag_dtype, truncated=0.1, device=backend.device)
