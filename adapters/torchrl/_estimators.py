@@ -99,9 +99,10 @@ class VTrace(stock.VTrace):
 _CLASSES = {"GAE": GAE, "TDLambda": TDLambdaEstimator, "TD1": TD1Estimator, "VTrace": VTrace}
 if hasattr(stock, "MultiAgentGAE"):
     _CLASSES["MAGAE"] = MultiAgentGAE
-_replaced: dict[Any, Any] = {}
-_depth = 0
-_kept = False
+# (TorchRL's entry, our class) of each key. What is registered still is when this module is reloaded.
+_replaced: dict[Any, tuple[Any, type]] = globals().get("_replaced", {})
+_depth: int = globals().get("_depth", 0)
+_kept: bool = globals().get("_kept", False)
 
 
 def register() -> None:
@@ -144,15 +145,16 @@ def _fill() -> None:
     for name, ours in _CLASSES.items():
         key = utils.ValueEstimators[name]
         if key not in _replaced:
-            entry = _replaced[key] = utils.get_value_estimator_entry(key)
+            entry = utils.get_value_estimator_entry(key)
+            _replaced[key] = entry, ours
             utils.register_value_estimator(key, default_kwargs=entry.default_kwargs)(ours)
 
 
 def _clear() -> None:
     if _kept or _depth:
         return
-    for key, entry in _replaced.items():
-        if utils.get_value_estimator_entry(key).cls is _CLASSES[key.name]:
+    for key, (entry, ours) in _replaced.items():
+        if utils.get_value_estimator_entry(key).cls is ours:
             utils.register_value_estimator(key, default_kwargs=entry.default_kwargs)(entry.cls)
         else:
             warnings.warn(f"{key} was registered again after rl_triton did; that entry is left in place", stacklevel=3)
