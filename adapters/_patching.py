@@ -120,6 +120,11 @@ class Patch(Entry):
         self.persistent = False
         self.depth = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A dispatcher that is no longer where its name says is pickled by value, if at all, and with it this. Wherever
+        it is loaded, nobody wants the copy."""
+        return {**vars(self), "persistent": False, "depth": 0, "installed": None, "found": None}
+
     @property
     def wanted(self) -> bool:
         return self.persistent or self.depth > 0

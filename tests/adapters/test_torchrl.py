@@ -810,6 +810,41 @@ def test_signature_and_doc_stay():
             assert pickle.loads(pickle.dumps(function)) is function
 
 
+LOADED = """
+import pickle, sys, torch
+estimator, function, held = pickle.load(sys.stdin.buffer)
+assert type(estimator).__module__ == "torchrl.objectives.value.advantages"
+flags = torch.zeros(2, 4, 1, dtype=torch.bool)
+for each in (function, held):
+    patches = [x.cell_contents for x in each.__closure__ if hasattr(x.cell_contents, "served")]
+    served = [patch.served for patch in patches]
+    assert (each(torch.ones(2, 4, 1), flags, 0.5)[:, 0] == 1.875).all()
+    assert served == [patch.served for patch in patches]
+"""
+
+
+def test_pickles_are_torchrls_in_a_process_that_is_not_patched():
+    """By name; a function that is no longer where its name says, as cloudpickle takes it, by value."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    torchrl.patch()
+    estimator = advantages.GAE(gamma=0.9, lmbda=0.8, value_network=None)
+    held = functional.reward2go
+    pickled = [pickle.dumps((estimator, held, held))]
+    torchrl.unpatch()
+    assert [type(x) for x in pickle.loads(pickled[0])] == [advantages.GAE, types.FunctionType, types.FunctionType]
+    assert pickle.loads(pickled[0])[1] is STOCK["reward2go"]
+    with pytest.raises(pickle.PicklingError, match="not the same object"):
+        pickle.dumps(held)
+    pickled.append(cloudpickle.dumps((estimator, functional.reward2go, held)))
+    torchrl.patch()  # `held` is served again, and not what has its name
+    with pytest.raises(pickle.PicklingError, match="not the same object"):
+        pickle.dumps(STOCK["reward2go"])
+    pickled.append(cloudpickle.dumps((estimator, functional.reward2go, held)))
+    for data in pickled:
+        result = subprocess.run([sys.executable, "-c", LOADED], input=data, capture_output=True)
+        assert result.returncode == 0, result.stderr.decode()
+
+
 def test_a_function_taken_while_patched_goes_back_to_torchrl():
     with torchrl.patched():
         function = functional.td1_return_estimate
