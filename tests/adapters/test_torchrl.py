@@ -593,6 +593,32 @@ def test_falls_back_to_torchrl_and_says_why(reason):
             assert torch.equal(x, y) or (x.isnan() & y.isnan()).any()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(3, 4, 2), (3, 3, 1), (2, 2, 2), (4, 1), (1, 1, 1), (3, 3)])
+def test_nothing_is_broadcast(name, shape):
+    """An argument of another shape, which would broadcast or not: TorchRL's error, or what TorchRL makes of it."""
+    *rows, n_steps, n_features = shape
+    others = {shape[:-1], (*shape[:-1], 1), (1, *shape[1:]), shape[1:], (n_steps,), (1,), (), (*rows, 1, n_features)}
+    others |= {(2, *shape), (*shape, 1), shape[::-1]}
+    torchrl.patch()
+    for time_dim in (-2, 0, 1):
+        given_ = arguments(name, make_data(shape, ends=0.6), 0.9, 0.8, time_dim=time_dim)
+        for key in (key for key, x in given_.items() if isinstance(x, torch.Tensor)):
+            for other in others - {shape}:
+                wrong = given_ | {key: torch.randn(other)}
+                if key in ("done", "terminated"):  # no step is terminal and not done
+                    wrong[key] = torch.full(other, key == "done")
+                before = counts(name)[1]
+                ours = outcome(getattr(functional, name), **wrong)
+                assert counts(name)[1] != before
+                stock = outcome(STOCK[name], **wrong)
+                assert type(ours) is type(stock), (key, other)
+                if isinstance(stock, Exception):
+                    assert str(ours) == str(stock)
+                else:
+                    close(ours, stock, 1e-5)
+
+
 def test_positional_arguments_and_wrong_calls():
     data = make_data((2, 5, 1))
     r, v, nv, d, te = (data[key] for key in ("reward", "state_value", "next_state_value", "done", "terminated"))

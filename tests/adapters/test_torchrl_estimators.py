@@ -154,6 +154,36 @@ def test_patched_classes(name, options):
     assert served(under="advantages") == (before[0] + 1, before[1])
 
 
+@pytest.mark.parametrize("batch", [(3, 8), (3, 3), (1, 4), (4, 1), (8,)], ids=str)
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if not case[1].get("shifted")])
+def test_entries_of_other_shapes(name, options, batch):
+    """What TorchRL's class makes of them, an error or not, ours does."""
+
+    def outcome(estimator, data):
+        try:
+            return estimator(data)
+        except Exception as error:
+            return error
+
+    ours, theirs = pair(name, options)
+    for key in ("done", "terminated", "reward", "state_value", "action_log_prob", "steps_to_next_obs"):
+        for extra in ((), (1,), (2,), (1, 1)):
+            data = make_data(batch)
+            x = torch.randn(*batch, *extra)
+            if key == "steps_to_next_obs":
+                data[key] = torch.full(x.shape, 2)
+            elif key in ("action_log_prob", "state_value"):
+                data[key] = x
+            else:  # no step is terminal and not done
+                data["next", key] = x if key == "reward" else torch.full(x.shape, key == "done")
+            result, expected = outcome(ours, data.clone()), outcome(theirs, data.clone())
+            assert isinstance(result, Exception) == isinstance(expected, Exception), (key, extra)
+            if isinstance(expected, Exception):
+                assert (type(result), str(result)) == (type(expected), str(expected))
+            else:
+                same(result, expected, bound=1e-4)
+
+
 def test_multi_step_data():
     """γ to the power of the number of steps: a γ per step, which costs TorchRL a [B, T, T] matrix."""
     for name, options in CASES:
