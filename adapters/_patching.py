@@ -150,7 +150,9 @@ class Patch(Entry):
                     stacklevel=4,
                 )
                 return
-            original = current if patch_of(current) is None else framework_function(current)
+            other = patch_of(current)
+            rival = other is not None and other is not self and other.owner is self.owner and other.wanted
+            original = current if other is None or rival else framework_function(current)
             if any(getattr(function, MARK, None) is not None for function in _chain(original)):
                 raise RuntimeError(f"{self.label} is already patched by another copy of rl_triton; unpatch that one")
             self.found, self.original = current, original

@@ -1035,6 +1035,16 @@ def test_reloads_while_patched():
     assert result.returncode == 0, result.stderr
 
 
+def test_another_copy_of_the_adapter_is_refused(monkeypatch):
+    torchrl.patch()
+    with monkeypatch.context() as context:
+        context.setattr(torchrl, "_patches", {})
+        with pytest.raises(RuntimeError, match="is already patched by another copy of rl_triton"):
+            torchrl.patch()
+    torchrl.patch()
+    assert torchrl.is_patched()
+
+
 def test_a_reloaded_module_that_computes_something_else_is_refused(monkeypatch):
     torchrl.patch()
     monkeypatch.setattr(functional, "reward2go", lambda reward, done, gamma, *, time_dim=-2: reward)
