@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 MARK = "_rl_triton_patch"
 
-_lock = threading.RLock()
-_entries: list[Entry] = []
+# What is patched is still patched when this module is reloaded.
+_lock = globals().get("_lock") or threading.RLock()
+_entries: list[Entry] = globals().get("_entries", [])
+# The patch of every dispatcher that anybody still holds.
+_made: weakref.WeakKeyDictionary[Any, Patch] = globals().get("_made") or weakref.WeakKeyDictionary()
 
 
 def _renew_lock() -> None:
@@ -32,6 +37,47 @@ if hasattr(os, "register_at_fork"):  # another thread may have held it when this
 def locked() -> contextlib.AbstractContextManager[Any]:
     """The lock under which adapters change what is patched: `with locked():`."""
     return _lock
+
+
+def patch_of(function: Any) -> Patch | None:
+    """The patch whose dispatcher this is."""
+    return _made.get(function) if isinstance(function, FunctionType) else None
+
+
+def patch_under(function: Any) -> Patch | None:
+    """The patch whose dispatcher this is, or wraps."""
+    return next((patch for part in _chain(function) if (patch := patch_of(part)) is not None), None)
+
+
+def framework_function(function: Any) -> Any:
+    """What our dispatcher stands in for, if this is one or wraps one; else the function itself."""
+    return next((part.__wrapped__ for part in _chain(function) if patch_of(part) is not None), function)
+
+
+def restore_bindings() -> None:
+    """Give the framework's function to every module that bound, under whatever name, a dispatcher that nobody wants any
+    more: it was imported while the patch was in force, or ran its own imports again."""
+    with _lock:
+        # Mostly none: nothing holds a dispatcher whose patch is undone but who bound it. One that is still installed is
+        # under somebody's wrapper, which reaches it by whatever name.
+        idle = {
+            id(function): function
+            for function, patch in list(_made.items())
+            if not patch.wanted and patch.installed is not function
+        }
+        if not idle:
+            return
+        for module in list(sys.modules.values()):
+            if isinstance(module, ModuleType):
+                for name, bound in list(vars(module).items()):
+                    if id(bound) in idle:
+                        setattr(module, name, bound.__wrapped__)
+
+
+def _chain(function: Any) -> Iterator[Any]:
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 class Entry:
@@ -70,8 +116,14 @@ class Patch(Entry):
         self.owner, self.name, self.serve = owner, name, serve
         self.installed: Any = None
         self.original: Any = None
+        self.found: Any = None  # the original, or the dispatcher of the module that this one imports it from
         self.persistent = False
         self.depth = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A dispatcher that is no longer where its name says is pickled by value, if at all, and with it this. Wherever
+        it is loaded, nobody wants the copy."""
+        return {**vars(self), "persistent": False, "depth": 0, "installed": None, "found": None}
 
     @property
     def wanted(self) -> bool:
@@ -92,16 +144,20 @@ class Patch(Entry):
             current = self.owner.__dict__[self.name]
             if self.in_place:
                 return
-            if self.installed is not None and current is not self.original:
+            if self.installed is not None and current is not self.original and not self._renewed(current):
                 warnings.warn(
                     f"{self.label} was replaced after rl_triton patched it; the replacement is left in place",
                     stacklevel=4,
                 )
                 return
-            if any(getattr(function, MARK, None) is not None for function in self._chain(current)):
+            other = patch_of(current)
+            rival = other is not None and other is not self and other.owner is self.owner and other.wanted
+            original = current if other is None or rival else framework_function(current)
+            if any(getattr(function, MARK, None) is not None for function in _chain(original)):
                 raise RuntimeError(f"{self.label} is already patched by another copy of rl_triton; unpatch that one")
-            self.original = current
-            self.installed = self._dispatcher(current)
+            self.found, self.original = current, original
+            self.installed = self._dispatcher(original)
+            _made[self.installed] = self
             setattr(self.owner, self.name, self.installed)
 
     def undo(self) -> None:
@@ -111,10 +167,11 @@ class Patch(Entry):
             if self.wanted or self.installed is None:
                 return
             current = self.owner.__dict__[self.name]
-            if current is self.installed:
-                setattr(self.owner, self.name, self.original)
-            if current in (self.installed, self.original):
-                self.installed = None
+            if current is self.original or self._renewed(current):
+                below = self.found if current is self.installed else current
+                patch = patch_of(below)
+                setattr(self.owner, self.name, below if patch is None or patch.wanted else framework_function(below))
+                self.installed = self.found = None
             else:
                 warnings.warn(
                     f"{self.label} was wrapped after rl_triton patched it; the wrapper is left in place and now calls "
@@ -122,15 +179,20 @@ class Patch(Entry):
                     stacklevel=4,
                 )
 
-    @staticmethod
-    def _chain(function: Any) -> Iterator[Any]:
-        while function is not None:
-            yield function
-            function = getattr(function, "__wrapped__", None)
+    def _renewed(self, current: Any) -> bool:
+        """Whether the framework's own module was run again and put `current` in this place: the same definition once
+        more, or what it imports from a module that is patched."""
+        if patch_of(current) is not None:
+            return True
+        return (
+            isinstance(current, FunctionType)
+            and current.__globals__ is getattr(self.original, "__globals__", None)
+            and current.__qualname__ == self.original.__qualname__
+        )
 
-    @classmethod
-    def _stands_on(cls, function: Any, dispatcher: Any) -> bool:
-        return any(part is dispatcher for part in cls._chain(function))
+    @staticmethod
+    def _stands_on(function: Any, dispatcher: Any) -> bool:
+        return any(part is dispatcher for part in _chain(function))
 
     def _dispatcher(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

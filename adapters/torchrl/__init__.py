@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl_triton.adapters._functions import FunctionPatch
+from rl_triton.adapters._patching import framework_function, patch_of, patch_under, restore_bindings
 
 if TYPE_CHECKING:
     from rl_triton.adapters.torchrl._estimators import (
@@ -60,8 +61,9 @@ TESTED_VERSIONS = "0.14"
 _FUNCTIONAL = "torchrl.objectives.value.functional"
 # The modules whose own code calls the functions. The last exists since 0.14.
 _CALLERS = (_FUNCTIONAL, "torchrl.objectives.value.advantages", "torchrl.objectives.dreamer_v3")
-_patches: dict[tuple[str, str], FunctionPatch] = {}
-_fix_vtrace = False
+# What is patched is still patched when this module is reloaded.
+_patches: dict[tuple[ModuleType, str], FunctionPatch] = globals().get("_patches", {})
+_fix_vtrace: bool = globals().get("_fix_vtrace", False)
 
 
 def patch(*, fix_vtrace: bool = False) -> None:
@@ -71,8 +73,8 @@ def patch(*, fix_vtrace: bool = False) -> None:
     returns, and V-trace and rewards to go, in `torchrl.objectives.value.functional`, in `….advantages`, in
     `torchrl.objectives.dreamer_v3` where it exists, and in every other module of TorchRL that is loaded and bound
     them. The TD advantages call the returns by name and follow. A name that your own code imported from TorchRL before
-    stays TorchRL's; imported after, it follows the patch. Calling it again patches what was loaded meanwhile. Undo it
-    with `unpatch()`, or use `with patched():`.
+    stays TorchRL's; imported after, it follows the patch until `unpatch()`. Calling it again patches what was loaded or
+    reloaded meanwhile. Undo it with `unpatch()`, or use `with patched():`.
 
     Args:
         fix_vtrace: before 0.14, TorchRL's V-trace advantage at a truncation inside the window looked at the next
@@ -89,9 +91,11 @@ def patch(*, fix_vtrace: bool = False) -> None:
 
 
 def unpatch() -> None:
-    """Put TorchRL's own functions back. Does nothing if they are not patched."""
+    """Put TorchRL's own functions back, in every module that has ours, your own too. Does nothing if they are not
+    patched."""
     for existing in _patches.values():
         existing.off()
+    restore_bindings()
 
 
 @contextlib.contextmanager
@@ -99,6 +103,7 @@ def patched(*, fix_vtrace: bool = False) -> Iterator[None]:
     """`patch()` inside a `with` block. Blocks nest; the last one to end restores the identical originals."""
     before = _fix_vtrace
     with contextlib.ExitStack() as stack:
+        stack.callback(restore_bindings)
         for target in _targets():
             stack.enter_context(target.scope())
         _use(fix_vtrace)
@@ -111,7 +116,8 @@ def patched(*, fix_vtrace: bool = False) -> Iterator[None]:
 def is_patched() -> bool:
     """Whether every function, in every module that calls it, computes with rl_triton."""
     _import(_FUNCTIONAL)
-    return all(key in _patches and _patches[key].active for key in _bindings())
+    patches = [patch_under(vars(module)[name]) for module, name in _bindings()]
+    return all(existing is not None and existing.wanted for existing in patches)
 
 
 def _import(name: str) -> ModuleType:
@@ -121,31 +127,33 @@ def _import(name: str) -> ModuleType:
         raise ImportError("rl_triton.adapters.torchrl needs TorchRL: pip install 'rl-triton[torchrl]'") from error
 
 
-def _bindings() -> dict[tuple[str, str], ModuleType]:
+def _bindings() -> list[tuple[ModuleType, str]]:
     """(module, name) of each binding that TorchRL's code reads."""
     from rl_triton.adapters.torchrl._functionals import NAMES
 
-    stock = vars(_import(_FUNCTIONAL))
+    stock = {name: _stock_function(name) for name in NAMES}
     for name in _CALLERS[1:]:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    found = {}
+    found = []
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] != "torchrl" or not isinstance(module, ModuleType):
             continue
         for name in NAMES:
             bound = vars(module).get(name)
-            if bound is not None and (module_name in _CALLERS or bound is stock[name]):
-                found[module_name, name] = module
+            if bound is None:
+                continue
+            if module_name in _CALLERS or bound is stock[name] or patch_of(bound) is not None:
+                found.append((module, name))
     return found
 
 
 def _targets() -> list[FunctionPatch]:
     bindings = _bindings()
     functions = _functions()
-    for key, module in bindings.items():
-        if key not in _patches:
-            _patches[key] = FunctionPatch(module, key[1], functions[key[1]])
+    for module, name in bindings:
+        if (module, name) not in _patches:
+            _patches[module, name] = FunctionPatch(module, name, functions[name])
     return list(_patches.values())
 
 
@@ -161,22 +169,27 @@ def _use(fix_vtrace: bool) -> None:
 
 def _stock_function(name: str) -> Any:
     """TorchRL's own, whether or not it is patched."""
-    existing = _patches.get((_FUNCTIONAL, name))
-    return existing.original if existing is not None and existing.installed else getattr(_import(_FUNCTIONAL), name)
+    return framework_function(getattr(_import(_FUNCTIONAL), name))
+
+
+def _functions() -> dict[str, Any]:
+    """What stands in for each function of the installed TorchRL, once it is known to compute what we know."""
+    from rl_triton.adapters.torchrl._functionals import NAMES
+
+    return _checked(_import("torchrl").__version__, *map(_stock_function, NAMES))
 
 
 @functools.cache
-def _functions() -> dict[str, Any]:
-    """What stands in for each function of the installed TorchRL, once it is known to compute what we know."""
+def _checked(version: str, *stock: Any) -> dict[str, Any]:
+    """Once for the functions that there are; reloading TorchRL's module makes others."""
     from rl_triton.adapters.torchrl._behaviour import functions
 
-    version = _import("torchrl").__version__
     served = functions(_import(_FUNCTIONAL), version)
     if not version.startswith(TESTED_VERSIONS):
         warnings.warn(
             f"rl_triton.adapters.torchrl was tested with TorchRL {TESTED_VERSIONS}; the functions of {version} compute "
             "the same on the numbers that were tried",
-            stacklevel=4,
+            stacklevel=5,
         )
     return served
 

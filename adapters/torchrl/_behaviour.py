@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rl_triton import reference
+from rl_triton.adapters._patching import framework_function
 from rl_triton.adapters.torchrl import _functionals
 
 _GAMMA, _LAMBDA = 0.9, 0.8
@@ -25,7 +26,7 @@ def functions(stock: ModuleType, version: str) -> dict[str, Callable[..., Any]]:
     right, across_truncations = _expected()
     vtrace = "vtrace_advantage_estimate"
     for name in served:
-        results = _results(getattr(stock, name), name)
+        results = _results(framework_function(getattr(stock, name)), name)
         if _same(results, right[name]):
             continue
         if name != vtrace or not _same(results, across_truncations):

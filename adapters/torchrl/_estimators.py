@@ -99,9 +99,10 @@ class VTrace(stock.VTrace):
 _CLASSES = {"GAE": GAE, "TDLambda": TDLambdaEstimator, "TD1": TD1Estimator, "VTrace": VTrace}
 if hasattr(stock, "MultiAgentGAE"):
     _CLASSES["MAGAE"] = MultiAgentGAE
-_replaced: dict[Any, Any] = {}
-_depth = 0
-_kept = False
+# (TorchRL's entry, our class) of each key. What is registered still is when this module is reloaded.
+_replaced: dict[Any, tuple[Any, type]] = globals().get("_replaced", {})
+_depth: int = globals().get("_depth", 0)
+_kept: bool = globals().get("_kept", False)
 
 
 def register() -> None:
@@ -144,15 +145,16 @@ def _fill() -> None:
     for name, ours in _CLASSES.items():
         key = utils.ValueEstimators[name]
         if key not in _replaced:
-            entry = _replaced[key] = utils.get_value_estimator_entry(key)
+            entry = utils.get_value_estimator_entry(key)
+            _replaced[key] = entry, ours
             utils.register_value_estimator(key, default_kwargs=entry.default_kwargs)(ours)
 
 
 def _clear() -> None:
     if _kept or _depth:
         return
-    for key, entry in _replaced.items():
-        if utils.get_value_estimator_entry(key).cls is _CLASSES[key.name]:
+    for key, (entry, ours) in _replaced.items():
+        if utils.get_value_estimator_entry(key).cls is ours:
             utils.register_value_estimator(key, default_kwargs=entry.default_kwargs)(entry.cls)
         else:
             warnings.warn(f"{key} was registered again after rl_triton did; that entry is left in place", stacklevel=3)
@@ -180,7 +182,8 @@ class Retrace(stock.ValueEstimatorBase):
         lmbda: λ, the same.
         value_network: the Q-network; it writes `action_value`, [*B, T, n_actions]. None: `action_value` and
             ("next", "action_value") are in the data.
-        actor_network: the policy π, with a categorical or one-hot categorical distribution.
+        actor_network: the policy π, with a categorical or one-hot categorical distribution, masked or not; the action
+            need not be encoded as this distribution encodes it.
         c_thresh: the bar of the ratios in the trace.
         rho_thresh: the bar of the ratio that the advantage is weighted with.
         average_adv: standardize the advantages, as `VTrace` does.
@@ -319,6 +322,7 @@ class Retrace(stock.ValueEstimatorBase):
                 f"{[*tensordict.batch_size, 1]}, is needed"
             )
         axis = self._get_time_dim(time_dim, tensordict)
+        batch = tensordict.batch_size
         done = tensordict.get(("next", keys.done))
         terminated = tensordict.get(("next", keys.terminated), default=done)
         for name, number in list(self.named_buffers(recurse=False)):
@@ -327,29 +331,26 @@ class Retrace(stock.ValueEstimatorBase):
         gamma = self.gamma
         steps = tensordict.get(keys.steps_to_next_obs, None)
         if steps is not None:
-            gamma = (gamma ** steps.view_as(reward)).squeeze(-1)
+            gamma = gamma ** self._per_step(keys.steps_to_next_obs, steps, batch)
 
         skip = contextlib.nullcontext() if self.skip_existing is None else skipping(self.skip_existing)
         with torch.set_grad_enabled(self.differentiable), skip:
             q = self._action_values(tensordict, params)
-            policy = self._policy(tensordict)
-            action = tensordict.get(keys.action)
-            index = self._indices(action, q)
-            log_rho = self._log_prob(policy, action, index) - self._behaviour(tensordict, index)
+            index = self._indices(tensordict.get(keys.action), q).unsqueeze(-1)
+            # Not by its log_prob(): that broadcasts, without an error, an action of the encoding that it does not know.
+            log_pi = self._policy(tensordict, q).logits.gather(-1, index).squeeze(-1)
             following = tensordict.get("next")
             if next_value is None:
-                expectation = {
-                    "next_q_values": self._action_values(following, next_params),
-                    "next_policy_probs": self._policy(following).probs,
-                }
+                next_q = self._action_values(following, next_params)
+                expectation = {"next_q_values": next_q, "next_policy_probs": self._policy(following, next_q).probs}
             else:
-                expectation = {"expected_next_q": next_value.squeeze(-1)}
+                expectation = {"expected_next_q": self._per_step("next_value", next_value, batch)}
             return rlt.retrace(
                 reward.squeeze(-1),
-                q.gather(-1, index.unsqueeze(-1)).squeeze(-1),
-                terminated.squeeze(-1),
-                truncated=None if terminated is done else done.squeeze(-1),
-                log_rhos=log_rho,
+                q.gather(-1, index).squeeze(-1),
+                self._per_step(("next", keys.terminated), terminated, batch),
+                truncated=None if terminated is done else self._per_step(("next", keys.done), done, batch),
+                log_rhos=log_pi - self._behaviour(tensordict),
                 gamma=gamma,
                 lambda_=self.lmbda,
                 c_bar=self.c_thresh,
@@ -365,33 +366,68 @@ class Retrace(stock.ValueEstimatorBase):
             values = data.get(key, None)
             if values is None:
                 raise ValueError(f"Retrace: value_network is None, so {key!r} must be in the data and in its 'next'")
-            return values
-        network = self.value_network
-        holding = (
-            utils.hold_out_net(network)
-            if params is None
-            else params.detach().to_module(network, preserve_module_state=False)
-        )
-        with holding:
-            return network(data.select(*network.in_keys, key, strict=False)).get(key)
+        else:
+            network = self.value_network
+            holding = (
+                utils.hold_out_net(network)
+                if params is None
+                else params.detach().to_module(network, preserve_module_state=False)
+            )
+            with holding:
+                values = network(data.select(*network.in_keys, key, strict=False)).get(key)
+        if values.shape[:-1] != data.batch_size:
+            raise ValueError(
+                f"Retrace: {key!r} has shape {list(values.shape)}, but batch_size and an axis of actions, "
+                f"[{', '.join(map(str, data.batch_size))}, n_actions], is needed"
+            )
+        return values
 
-    def _policy(self, data: TensorDictBase) -> Any:
+    def _policy(self, data: TensorDictBase, q: torch.Tensor) -> Any:
+        """The policy's distribution, which has `logits` (log-probabilities) and `probs` of the shape of q."""
         with utils.hold_out_net(self.actor_network):
-            return self.actor_network.get_dist(data.select(*self.actor_network.in_keys, strict=False))
+            policy = self.actor_network.get_dist(data.select(*self.actor_network.in_keys, strict=False))
+        wanted = "a Categorical or OneHotCategorical over the actions of the critic"
+        if not isinstance(policy, (torch.distributions.Categorical, torch.distributions.OneHotCategorical)):
+            raise TypeError(
+                f"Retrace: actor_network gives a {type(policy).__name__}, but {wanted} is needed; VTrace takes others"
+            )
+        if getattr(policy, "_sparse_mask", False):  # its probabilities are in the order of the indices
+            raise ValueError(
+                f"Retrace: actor_network gives a {type(policy).__name__} of indices, but {wanted} is needed; pass it a "
+                "bool mask in place of indices"
+            )
+        if policy.probs.shape != q.shape:
+            raise ValueError(
+                f"Retrace: actor_network gives probabilities of shape {list(policy.probs.shape)}, but one per action "
+                f"value, {list(q.shape)}, is needed"
+            )
+        return policy
 
-    def _behaviour(self, tensordict: TensorDictBase, index: torch.Tensor) -> torch.Tensor:
-        log_prob = tensordict.get(self.tensor_keys.sample_log_prob, None)
+    def _behaviour(self, tensordict: TensorDictBase) -> torch.Tensor:
+        key = self.tensor_keys.sample_log_prob
+        log_prob = tensordict.get(key, None)
         if log_prob is None:
             raise ValueError(
-                f"Retrace: {self.tensor_keys.sample_log_prob!r}, log μ(a|s) of the behaviour, is missing: collect with "
+                f"Retrace: {key!r}, log μ(a|s) of the behaviour, is missing: collect with "
                 "return_log_prob=True, or name it with set_keys(sample_log_prob=...)"
             )
-        return log_prob.reshape(index.shape)
+        return self._per_step(key, log_prob, tensordict.batch_size)
+
+    @staticmethod
+    def _per_step(name: Any, x: torch.Tensor, batch: torch.Size) -> torch.Tensor:
+        """One number a step, without the axis of one that may follow."""
+        if x.shape not in (batch, (*batch, 1)):
+            raise ValueError(
+                f"Retrace: {name!r} has shape {list(x.shape)}, but one number per step, of shape {[*batch, 1]} or "
+                f"{list(batch)}, is needed"
+            )
+        return x.reshape(batch)
 
     @staticmethod
     def _indices(action: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         if action.shape == q.shape:
-            return action.long().argmax(-1)
+            # Not as integers: a reparametrized sample has 0.9999999 for a one.
+            return (action.byte() if action.dtype is torch.bool else action).argmax(-1)
         if action.shape == (*q.shape[:-1], 1):
             action = action.squeeze(-1)
         if action.shape != q.shape[:-1] or action.is_floating_point():
@@ -400,8 +436,3 @@ class Retrace(stock.ValueEstimatorBase):
                 f"{list(q.shape[:-1])}, or one-hot rows of shape {list(q.shape)}, are needed"
             )
         return action.long()
-
-    @staticmethod
-    def _log_prob(policy: Any, action: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        one_hot = action.shape == policy.probs.shape
-        return policy.log_prob(action if one_hot else index).reshape(index.shape)

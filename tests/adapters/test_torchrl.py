@@ -4,7 +4,9 @@ TorchRL never compares its V-trace with a reference, and compares its vectorised
 an oracle of their own for every function. Its results in float64 are only exact to 1e-6 (γ and λ pass through float32).
 """
 
+import contextlib
 import functools
+import importlib
 import importlib.util
 import inspect
 import json
@@ -12,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -590,6 +593,32 @@ def test_falls_back_to_torchrl_and_says_why(reason):
             assert torch.equal(x, y) or (x.isnan() & y.isnan()).any()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(3, 4, 2), (3, 3, 1), (2, 2, 2), (4, 1), (1, 1, 1), (3, 3)])
+def test_nothing_is_broadcast(name, shape):
+    """An argument of another shape, which would broadcast or not: TorchRL's error, or what TorchRL makes of it."""
+    *rows, n_steps, n_features = shape
+    others = {shape[:-1], (*shape[:-1], 1), (1, *shape[1:]), shape[1:], (n_steps,), (1,), (), (*rows, 1, n_features)}
+    others |= {(2, *shape), (*shape, 1), shape[::-1]}
+    torchrl.patch()
+    for time_dim in (-2, 0, 1):
+        given_ = arguments(name, make_data(shape, ends=0.6), 0.9, 0.8, time_dim=time_dim)
+        for key in (key for key, x in given_.items() if isinstance(x, torch.Tensor)):
+            for other in others - {shape}:
+                wrong = given_ | {key: torch.randn(other)}
+                if key in ("done", "terminated"):  # no step is terminal and not done
+                    wrong[key] = torch.full(other, key == "done")
+                before = counts(name)[1]
+                ours = outcome(getattr(functional, name), **wrong)
+                assert counts(name)[1] != before
+                stock = outcome(STOCK[name], **wrong)
+                assert type(ours) is type(stock), (key, other)
+                if isinstance(stock, Exception):
+                    assert str(ours) == str(stock)
+                else:
+                    close(ours, stock, 1e-5)
+
+
 def test_positional_arguments_and_wrong_calls():
     data = make_data((2, 5, 1))
     r, v, nv, d, te = (data[key] for key in ("reward", "state_value", "next_state_value", "done", "terminated"))
@@ -640,7 +669,7 @@ def test_an_argument_that_a_later_version_adds():
 
     with torchrl.patched():
         for name in NAMES:
-            target = torchrl._patches[functional.__name__, name]
+            target = torchrl._patches[functional, name]
             dispatcher = target._dispatcher(newer)
             before = counts(name)
             assert dispatcher(**arguments(name, make_data((2, 4, 1)), 0.9, 0.8), valid=3) == 3
@@ -807,6 +836,41 @@ def test_signature_and_doc_stay():
             assert pickle.loads(pickle.dumps(function)) is function
 
 
+LOADED = """
+import pickle, sys, torch
+estimator, function, held = pickle.load(sys.stdin.buffer)
+assert type(estimator).__module__ == "torchrl.objectives.value.advantages"
+flags = torch.zeros(2, 4, 1, dtype=torch.bool)
+for each in (function, held):
+    patches = [x.cell_contents for x in each.__closure__ if hasattr(x.cell_contents, "served")]
+    served = [patch.served for patch in patches]
+    assert (each(torch.ones(2, 4, 1), flags, 0.5)[:, 0] == 1.875).all()
+    assert served == [patch.served for patch in patches]
+"""
+
+
+def test_pickles_are_torchrls_in_a_process_that_is_not_patched():
+    """By name; a function that is no longer where its name says, as cloudpickle takes it, by value."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    torchrl.patch()
+    estimator = advantages.GAE(gamma=0.9, lmbda=0.8, value_network=None)
+    held = functional.reward2go
+    pickled = [pickle.dumps((estimator, held, held))]
+    torchrl.unpatch()
+    assert [type(x) for x in pickle.loads(pickled[0])] == [advantages.GAE, types.FunctionType, types.FunctionType]
+    assert pickle.loads(pickled[0])[1] is STOCK["reward2go"]
+    with pytest.raises(pickle.PicklingError, match="not the same object"):
+        pickle.dumps(held)
+    pickled.append(cloudpickle.dumps((estimator, functional.reward2go, held)))
+    torchrl.patch()  # `held` is served again, and not what has its name
+    with pytest.raises(pickle.PicklingError, match="not the same object"):
+        pickle.dumps(STOCK["reward2go"])
+    pickled.append(cloudpickle.dumps((estimator, functional.reward2go, held)))
+    for data in pickled:
+        result = subprocess.run([sys.executable, "-c", LOADED], input=data, capture_output=True)
+        assert result.returncode == 0, result.stderr.decode()
+
+
 def test_a_function_taken_while_patched_goes_back_to_torchrl():
     with torchrl.patched():
         function = functional.td1_return_estimate
@@ -815,14 +879,17 @@ def test_a_function_taken_while_patched_goes_back_to_torchrl():
     assert counts("td1_return_estimate") == before
 
 
-def test_a_later_wrapper_is_left_in_place():
+def test_a_later_wrapper_is_left_in_place(monkeypatch):
     torchrl.patch()
     under = advantages.generalized_advantage_estimate
+    module = types.ModuleType("somewhere")  # of the wrapper, which has what it wraps in a global
+    module.under = under
+    monkeypatch.setitem(sys.modules, "somewhere", module)
 
     @functools.wraps(under)
     def wrapper(*args, **kwargs):
         taken.append(args)
-        return under(*args, **kwargs)
+        return module.under(*args, **kwargs)
 
     taken = []
     advantages.generalized_advantage_estimate = wrapper
@@ -844,9 +911,148 @@ def test_a_later_wrapper_is_left_in_place():
     assert advantages.generalized_advantage_estimate is STOCK["generalized_advantage_estimate"]
 
 
-def test_another_module_that_bound_a_function(monkeypatch):
-    import types
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("way", ["patch", "patched"])
+def test_modules_that_are_imported_while_patched(way, again, tmp_path, monkeypatch):
+    """TorchRL's and others follow the patch while it is in force, and have TorchRL's functions afterwards."""
+    code = "from torchrl.objectives.value.advantages import generalized_advantage_estimate as alias\n"
+    code += f"from torchrl.objectives.value.functional import {', '.join(NAMES)}\n"
+    (tmp_path / "late_user.py").write_text(code)
+    (tmp_path / "late.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("torchrl.__path__", [*sys.modules["torchrl"].__path__, str(tmp_path)])
+    held = {}
+    try:
+        with contextlib.ExitStack() as stack:
+            if way == "patch":
+                torchrl.patch()
+                stack.callback(torchrl.unpatch)
+            else:
+                stack.enter_context(torchrl.patched())
+            modules = [importlib.import_module(name) for name in ("late_user", "torchrl.late")]
+            assert torchrl.is_patched()
+            if again:
+                torchrl.patch()
+                assert torchrl.is_patched()
+                if way == "patched":
+                    torchrl.unpatch()
+            for name in NAMES:
+                label = "torchrl.late" if again and way == "patch" else functional.__name__
+                served = status()[f"{label}.{name}"]["served"] if label in sys.modules else 0
+                modules[1].__dict__[name](**arguments(name, make_data((2, 4, 1)), 0.9, 0.8))
+                assert status()[f"{label}.{name}"]["served"] == served + 1
+                modules[0].__dict__[name](**arguments(name, make_data((2, 4, 1)), 0.9, 0.8))
+            held = {name: vars(modules[0])[name] for name in NAMES}
+        for module in modules:
+            assert all(vars(module)[name] is STOCK[name] for name in NAMES)
+            assert module.alias is STOCK["generalized_advantage_estimate"]
+            assert pickle.loads(pickle.dumps(module.alias)) is module.alias
+        for name, function in held.items():  # by somebody who is no module
+            before = counts(name)
+            function(**arguments(name, make_data((2, 4, 1)), 0.9, 0.8))
+            assert counts(name) == before
+    finally:
+        for name in ("late_user", "torchrl.late"):
+            sys.modules.pop(name, None)
+        vars(sys.modules["torchrl"]).pop("late", None)
+        for key in [key for key in torchrl._patches if key[0].__name__ == "torchrl.late"]:
+            del torchrl._patches[key]
 
+
+RELOADS = """
+import importlib, sys, warnings
+warnings.simplefilter("error", UserWarning)
+import torch
+from torchrl.objectives import dreamer_v3
+from torchrl.objectives.utils import ValueEstimators, get_value_estimator_entry
+from torchrl.objectives.value import advantages, functional
+from rl_triton.adapters import _functions, _patching, status, torchrl
+from rl_triton.adapters.torchrl import _behaviour, _estimators, _functionals
+
+def bound():
+    modules = [sys.modules[module.__name__] for module in (functional, advantages, dreamer_v3)]
+    return {(m.__name__, n): vars(m)[n] for m in modules for n in _functionals.NAMES if n in vars(m)}
+
+def calls():
+    return {label: entry["served"] for label, entry in status().items() if entry["active"]}
+
+def run_all(serves):
+    flags = torch.zeros(2, 4, 1, dtype=torch.bool)
+    for (module, name), function in bound().items():
+        before = calls().get(f"{module}.{name}", 0)
+        if name == "generalized_advantage_estimate":
+            result = function(0.9, 0.8, *torch.ones(3, 2, 4, 1), flags)[1]
+            assert (result - result.double()).abs().max() == 0
+            assert calls().get(f"{module}.{name}", 0) == before + serves, (module, name)
+
+TORCHRL = [functional], [advantages], [dreamer_v3], [functional, advantages], [advantages, functional]
+OURS = [torchrl], [_estimators], [_functionals, _behaviour, torchrl], [_patching, _functions, _functionals, torchrl]
+for reloaded in (*TORCHRL, *OURS):
+    for again in (False, True):
+        for way in ("patch", "patched"):
+            before = bound()
+            assert not torchrl.is_patched()
+            torchrl.patch() if way == "patch" else (context := torchrl.patched()).__enter__()
+            for module in reloaded:
+                importlib.reload(sys.modules[module.__name__])
+            if again:
+                torchrl.patch()
+                assert torchrl.is_patched()
+                run_all(serves=1)
+                torchrl.patch()
+                assert all(_patching.patch_of(function.__wrapped__) is None for function in bound().values())
+                torchrl.unpatch()
+            torchrl.unpatch() if way == "patch" else context.__exit__(None, None, None)
+            assert not torchrl.is_patched()
+            assert all(_patching.patch_under(function) is None for function in bound().values())
+            run_all(serves=0)
+            after = bound()
+            for key, function in before.items():
+                renewed = functional in reloaded and (key[0] == functional.__name__ or advantages in reloaded)
+                assert function is after[key] or renewed, (key, reloaded)
+            importlib.reload(advantages), importlib.reload(dreamer_v3)
+
+entries = {key: get_value_estimator_entry(key).cls for key in ValueEstimators}
+torchrl.register()
+importlib.reload(_estimators)
+torchrl.register()
+torchrl.unregister()
+assert entries == {key: get_value_estimator_entry(key).cls for key in ValueEstimators}
+
+torchrl.patch()
+del sys.modules[functional.__name__]
+torchrl.patch()
+assert torchrl.is_patched()
+torchrl.unpatch()
+for module in (functional, sys.modules[functional.__name__], advantages):
+    assert _patching.patch_under(module.generalized_advantage_estimate) is None
+"""
+
+
+def test_reloads_while_patched():
+    """Modules of TorchRL's, and ours: nothing is lost, patched twice or left behind."""
+    result = subprocess.run([sys.executable, "-c", RELOADS], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_another_copy_of_the_adapter_is_refused(monkeypatch):
+    torchrl.patch()
+    with monkeypatch.context() as context:
+        context.setattr(torchrl, "_patches", {})
+        with pytest.raises(RuntimeError, match="is already patched by another copy of rl_triton"):
+            torchrl.patch()
+    torchrl.patch()
+    assert torchrl.is_patched()
+
+
+def test_a_reloaded_module_that_computes_something_else_is_refused(monkeypatch):
+    torchrl.patch()
+    monkeypatch.setattr(functional, "reward2go", lambda reward, done, gamma, *, time_dim=-2: reward)
+    with pytest.raises(RuntimeError, match="reward2go does not compute what rl_triton"):
+        torchrl.patch()
+
+
+def test_another_module_that_bound_a_function(monkeypatch):
     module = types.ModuleType("torchrl.somewhere")
     module.reward2go = functional.reward2go
     monkeypatch.setitem(sys.modules, "torchrl.somewhere", module)
@@ -856,7 +1062,7 @@ def test_another_module_that_bound_a_function(monkeypatch):
             assert status()["torchrl.somewhere.reward2go"]["served"] == 1
         assert module.reward2go is STOCK["reward2go"]
     finally:
-        del torchrl._patches["torchrl.somewhere", "reward2go"]
+        del torchrl._patches[module, "reward2go"]
 
 
 # ------------------------------------------------------------------------------------------------- other versions of it
@@ -918,7 +1124,6 @@ def test_a_version_that_was_not_tested_is_told(monkeypatch):
     import torchrl as package
 
     monkeypatch.setattr(package, "__version__", "0.99.0")
-    torchrl._functions.cache_clear()
     with pytest.warns(UserWarning, match="tested with TorchRL 0.14; the functions of 0.99.0 compute the same"):
         torchrl._functions()
     torchrl._functions()  # once

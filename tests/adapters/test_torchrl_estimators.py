@@ -15,7 +15,9 @@ from tensordict.nn import ProbabilisticTensorDictModule as Sampler
 from tensordict.nn import ProbabilisticTensorDictSequential as Policy
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.modules import OneHotCategorical, QValueActor
+from torchrl.modules import MaskedCategorical, OneHotCategorical, OneHotOrdinal, Ordinal, QValueActor
+from torchrl.modules.distributions.continuous import Delta
+from torchrl.modules.distributions.discrete import MaskedOneHotCategorical
 from torchrl.objectives import A2CLoss, ClipPPOLoss, DQNLoss, ReinforceLoss
 from torchrl.objectives.utils import ValueEstimators, get_value_estimator_entry
 from torchrl.objectives.value import advantages as stock
@@ -45,10 +47,11 @@ def value_net(out_features=1):
     return TensorDictModule(nn.Linear(4, out_features), in_keys=["observation"], out_keys=["state_value"])
 
 
-def actor(distribution=OneHotCategorical, key="action"):
+def actor(distribution=OneHotCategorical, key="action", in_keys=("logits",)):
     torch.manual_seed(1)
     logits = TensorDictModule(nn.Linear(4, N_ACTIONS), in_keys=["observation"], out_keys=["logits"])
-    sampler = Sampler(in_keys=["logits"], out_keys=[key], distribution_class=distribution, return_log_prob=True)
+    in_keys = in_keys if isinstance(in_keys, dict) else list(in_keys)
+    sampler = Sampler(in_keys=in_keys, out_keys=[key], distribution_class=distribution, return_log_prob=True)
     return Policy(logits, sampler)
 
 
@@ -149,6 +152,36 @@ def test_patched_classes(name, options):
     assert served(under="advantages") == (before[0] + 1, before[1])
     theirs(make_data())
     assert served(under="advantages") == (before[0] + 1, before[1])
+
+
+@pytest.mark.parametrize("batch", [(3, 8), (3, 3), (1, 4), (4, 1), (8,)], ids=str)
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if not case[1].get("shifted")])
+def test_entries_of_other_shapes(name, options, batch):
+    """What TorchRL's class makes of them, an error or not, ours does."""
+
+    def outcome(estimator, data):
+        try:
+            return estimator(data)
+        except Exception as error:
+            return error
+
+    ours, theirs = pair(name, options)
+    for key in ("done", "terminated", "reward", "state_value", "action_log_prob", "steps_to_next_obs"):
+        for extra in ((), (1,), (2,), (1, 1)):
+            data = make_data(batch)
+            x = torch.randn(*batch, *extra)
+            if key == "steps_to_next_obs":
+                data[key] = torch.full(x.shape, 2)
+            elif key in ("action_log_prob", "state_value"):
+                data[key] = x
+            else:  # no step is terminal and not done
+                data["next", key] = x if key == "reward" else torch.full(x.shape, key == "done")
+            result, expected = outcome(ours, data.clone()), outcome(theirs, data.clone())
+            assert isinstance(result, Exception) == isinstance(expected, Exception), (key, extra)
+            if isinstance(expected, Exception):
+                assert (type(result), str(result)) == (type(expected), str(expected))
+            else:
+                same(result, expected, bound=1e-4)
 
 
 def test_multi_step_data():
@@ -393,6 +426,112 @@ def test_retrace(options, one_hot):
     same(dict(zip(estimator.out_keys, by_tensors, strict=True)), out)
 
 
+def ordinal_logits(scores):
+    """Tang & Agrawal 2020, eq. 4."""
+    upper, lower = nn.functional.logsigmoid(scores), nn.functional.logsigmoid(-scores)
+    return torch.stack([upper[..., : i + 1].sum(-1) + lower[..., i + 1 :].sum(-1) for i in range(N_ACTIONS)], -1)
+
+
+DISTRIBUTIONS = {
+    torch.distributions.Categorical: ["logits"],
+    torch.distributions.OneHotCategorical: ["logits"],
+    OneHotCategorical: ["logits"],
+    MaskedCategorical: ["logits", "mask"],
+    MaskedOneHotCategorical: ["logits", "mask"],
+    Ordinal: {"scores": "logits"},
+    OneHotOrdinal: {"scores": "logits"},
+}
+ENCODINGS = {
+    "[...]": lambda index: index,
+    "[..., 1]": lambda index: index.unsqueeze(-1).int(),
+    "one-hot": lambda index: nn.functional.one_hot(index, N_ACTIONS),
+    "bool": lambda index: nn.functional.one_hot(index, N_ACTIONS).bool(),
+    "reparametrized": lambda index: nn.functional.one_hot(index, N_ACTIONS) * 0.9999999,
+}
+
+
+@pytest.mark.parametrize("batch", [(8,), (1, 8), (3, 3), (3, 8)], ids=str)  # in some of them wrong shapes broadcast
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda x: f"{x.__module__.split('.')[0]}-{x.__name__}")
+def test_retrace_reads_every_encoding_of_actions(distribution, encoding, batch):
+    """Whichever one the policy's distribution is made for."""
+    data = make_data(batch)
+    index = data["action"].argmax(-1)
+    for part, action in ((data, index), (data["next"], torch.zeros_like(index))):
+        part["mask"] = (torch.rand(*batch, N_ACTIONS) < 0.6).scatter(-1, action.unsqueeze(-1), True)
+    policy, critic = actor(distribution, in_keys=DISTRIBUTIONS[distribution]), q_net()
+
+    def log_probabilities(part):
+        with torch.no_grad():
+            logits = policy[0](part.select("observation"))["logits"].double()
+        if "Ordinal" in distribution.__name__:
+            logits = ordinal_logits(logits)
+        elif "Masked" in distribution.__name__:
+            logits = logits.masked_fill(~part["mask"], -torch.inf)
+        return logits.log_softmax(-1)
+
+    log_pi, next_log_pi = log_probabilities(data), log_probabilities(data["next"])
+    with torch.no_grad():
+        q, next_q = (critic(part.select("observation"))["action_value"] for part in (data, data["next"]))
+    chosen = log_pi.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    rows = [x.reshape(-1, *x.shape[len(batch) - 1 :]) for x in (q, next_q, log_pi.exp(), next_log_pi.exp(), chosen)]
+    expected = retrace_by_the_book(data.reshape(-1, batch[-1]), *rows, 0.9, 0.8, 1.0, 1.3)
+    data["action"] = ENCODINGS[encoding](index)
+    options = {"gamma": 0.9, "lmbda": 0.8, "rho_thresh": 1.3}
+    out = torchrl.Retrace(**options, value_network=critic, actor_network=policy)(data)
+    same({key: out[key].double() for key in expected}, {key: x.reshape(*batch, 1) for key, x in expected.items()})
+
+
+@pytest.mark.parametrize(
+    ("distribution", "error", "message"),
+    [
+        (lambda logits: torch.distributions.Normal(logits, 1.0), TypeError, "a Normal, but a Categorical or OneHot"),
+        (lambda logits: Delta(logits), TypeError, "a Delta, but a Categorical or OneHot"),
+        (lambda logits: torch.distributions.Bernoulli(logits=logits), TypeError, "a Bernoulli, but"),
+        (
+            lambda logits: torch.distributions.RelaxedOneHotCategorical(torch.tensor(1.0), logits=logits),
+            TypeError,
+            "a RelaxedOneHotCategorical, but",
+        ),
+        (
+            lambda logits: torch.distributions.Independent(torch.distributions.Categorical(logits=logits), 1),
+            TypeError,
+            "a Independent, but",
+        ),
+        (
+            lambda logits: MaskedCategorical(logits=logits, indices=torch.tensor([2, 0, 1]).expand(logits.shape)),
+            ValueError,
+            "a MaskedCategorical of indices, but .* pass it a bool mask in place of indices",
+        ),
+        (
+            lambda logits: OneHotCategorical(logits=logits[..., 1:]),
+            ValueError,
+            r"\[3, 8, 2\], but one per action value",
+        ),
+        (lambda logits: OneHotCategorical(logits=logits[0, 0]), ValueError, r"shape \[3\], but one per action value"),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["[...]", "[..., 1]", "one-hot"])
+def test_retrace_refuses_policies_of_other_actions(distribution, error, message, encoding):
+    data = make_data()
+    data["action"] = ENCODINGS[encoding](data["action"].argmax(-1))
+    estimator = torchrl.Retrace(gamma=0.9, value_network=q_net(), actor_network=actor(distribution))
+    with pytest.raises(error, match=message):
+        estimator(data)
+
+
+@pytest.mark.parametrize("batch", [(3, 8), (3, 1), (8,)], ids=str)
+def test_retrace_takes_flags_and_log_probabilities_with_and_without_their_last_axis(batch):
+    estimator = torchrl.Retrace(gamma=0.9, value_network=q_net(), actor_network=actor())
+    expected = estimator(make_data(batch))
+    data = make_data(batch)
+    data["action_log_prob"] = data["action_log_prob"].unsqueeze(-1)
+    data["steps_to_next_obs"] = torch.ones(batch, dtype=torch.int64)
+    for key in ("done", "terminated"):
+        data["next", key] = data["next", key].squeeze(-1)
+    same(estimator(data), expected)
+
+
 def test_retrace_without_a_critic_of_its_own():
     data = make_data()
     q, next_q, *_ = book_inputs(data)
@@ -436,12 +575,22 @@ def test_retrace_in_a_dqn_loss():
     [
         (lambda d: d.exclude("action_log_prob"), "'action_log_prob', log μ"),
         (lambda d: d.set("action", torch.zeros(3, 8, 2)), r"action has shape \[3, 8, 2\]"),
+        (lambda d: d.set("action", torch.zeros(3, 8)), r"action has shape \[3, 8\] and dtype torch.float32"),
         (lambda d: d.set(("next", "reward"), torch.zeros(3, 8)), r"needed"),
+        (lambda d: d.set(("next", "done"), torch.zeros(3, 8, 2).bool()), r"\('next', 'done'\) has shape \[3, 8, 2\]"),
+        (lambda d: d.set(("next", "terminated"), torch.zeros(3, 8, 3).bool()), r"\('next', 'terminated'\) has shape"),
+        (lambda d: d.set("action_log_prob", torch.zeros(3, 8, 3)), r"'action_log_prob' has shape \[3, 8, 3\], but one"),
+        (lambda d: d.set("steps_to_next_obs", torch.ones(3, 8, 2)), r"'steps_to_next_obs' has shape \[3, 8, 2\]"),
     ],
 )
 def test_retrace_says_what_is_wrong(change, message):
     estimator = torchrl.Retrace(gamma=0.9, value_network=q_net(), actor_network=actor())
     with pytest.raises(ValueError, match=message):
         estimator(change(make_data()))
+    with pytest.raises(ValueError, match=r"'next_value' has shape \[8\], but one number per step"):
+        estimator.value_estimate(make_data(), next_value=torch.zeros(8))
+    stored = torchrl.Retrace(gamma=0.9, value_network=None, actor_network=actor())
+    with pytest.raises(ValueError, match=r"'action_value' has shape \[3, 8, 1, 3\], but .* \[3, 8, n_actions\]"):
+        stored(make_data().set("action_value", torch.zeros(3, 8, 1, 3)))
     with pytest.raises(ValueError, match="gamma must be a single number"):
         torchrl.Retrace(gamma=torch.ones(3), value_network=q_net(), actor_network=actor())
