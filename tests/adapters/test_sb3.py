@@ -4,6 +4,7 @@ SB3's own tests use one or two environments and miss a transposed axis; these us
 """
 
 import threading
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,8 +18,11 @@ pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not instal
 from sb3_rollouts import NAME, STOCK, both, counts, make_buffer, same_bits
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
+import rl_triton as rlt
+from rl_triton import _backend
 from rl_triton.adapters import sb3, status
 from rl_triton.adapters.sb3 import _compute, _kept
+from rl_triton.adapters.sb3._behaviour import body_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_only)]
 
@@ -579,6 +583,31 @@ def test_cuda_does_not_survive_a_fork(monkeypatch):
     stock, ours = both(lambda: make_buffer(20, 5), device="cuda")
     assert same_bits(stock.advantages, ours.advantages)
     assert counts() == (before[0] + 1, before[1])
+
+
+@pytest.mark.parametrize("forced", ["triton", "cpu"])
+def test_what_is_installed_is_found_out_under_a_backend_that_is_forced(forced, monkeypatch):
+    """Whatever that one serves: here "triton" has no interpreter, so it takes no arrays of the host."""
+    monkeypatch.setattr(_backend, "_interpreting", lambda: False)
+    body_of.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with rlt.backend(forced):
+            sb3.patch()
+    before = counts()
+    buffer = make_and_compute()
+    assert counts() == (before[0] + 1, before[1])
+    sb3.unpatch()
+    assert same_bits(buffer.advantages, make_and_compute().advantages)
+
+
+def test_a_call_under_a_backend_that_does_not_serve_it_is_left_to_stock(monkeypatch):
+    monkeypatch.setattr(_backend, "_interpreting", lambda: False)
+    with rlt.backend("triton"):
+        before = counts()
+        stock, ours = both(lambda: make_buffer(20, 5))
+        assert counts() == (before[0], before[1] + 1)
+    assert same_bits(stock.advantages, ours.advantages)
 
 
 def test_a_body_that_computes_something_else_is_refused(monkeypatch):
