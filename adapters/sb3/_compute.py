@@ -51,7 +51,7 @@ def serve(buffer: Any, last_values: Any, dones: Any, device: torch.device, body:
     """Fill `buffer.advantages` in place and bind `buffer.returns`; or return why Stable-Baselines3 should do it."""
     if type(buffer.gamma) not in _NUMBERS or type(buffer.gae_lambda) not in _NUMBERS:
         return "gamma or gae_lambda is not a Python number"
-    if not _are_finite(buffer.gamma, buffer.gae_lambda):
+    if not (is_finite(buffer.gamma) and is_finite(buffer.gae_lambda) and is_finite(buffer.gamma * buffer.gae_lambda)):
         return FACTORS
     if type(buffer.rewards) is torch.Tensor:
         return _serve_tensors(buffer, last_values, dones, body)
@@ -122,10 +122,10 @@ def _check_edge(last_values: Any, dones: Any, n_envs: int) -> str | None:
     return None
 
 
-def _are_finite(gamma: float, gae_lambda: float) -> bool:
-    """Whether float32 holds them, and so the decay. Stable-Baselines3 multiplies them by its masks, and inf * 0 is NaN,
-    where ours selects."""
-    return abs(gamma) <= _LARGEST and abs(gae_lambda) <= _LARGEST and abs(gamma * gae_lambda) <= _LARGEST
+def is_finite(factor: float) -> bool:
+    """Whether a factor is, in float32. Stable-Baselines3 multiplies factors by its masks, and inf * 0 is NaN; ours
+    selects."""
+    return abs(factor) <= _LARGEST
 
 
 def _is_binary(flags: Any) -> bool:
