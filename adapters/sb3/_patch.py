@@ -15,7 +15,7 @@ import torch
 from rl_triton.adapters._patching import Patch, locked
 from rl_triton.adapters.sb3._behaviour import body_of, rollout_buffer_class
 from rl_triton.adapters.sb3._compute import Body, serve
-from rl_triton.adapters.sb3._terminal_values import TerminalValues
+from rl_triton.adapters.sb3._terminal_values import FinalObservations, TerminalValues, withdraw_all
 
 METHOD = "compute_returns_and_advantage"
 NOT_SELECTED = "not a buffer of a model that was patched"
@@ -43,7 +43,7 @@ class Scope:
         self.batched, self.persistent = terminal_values == "batched", persistent
         self.patches: list[Patch] = [BufferPatch.of(buffer_class)]
         if self.batched:
-            self.patches.append(TerminalValues.installed(_batches))
+            self.patches += (TerminalValues.installed(_batches), FinalObservations.installed())
 
     @property
     def covers_all(self) -> bool:
@@ -73,6 +73,8 @@ class Scope:
             _set([scope for scope in _scopes if scope is not self])
             for patch in self.patches:
                 patch.release()
+            if self.batched:
+                withdraw_all()
 
 
 _scopes: list[Scope] = []
