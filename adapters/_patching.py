@@ -34,6 +34,18 @@ def locked() -> contextlib.AbstractContextManager[Any]:
     return _lock
 
 
+@contextlib.contextmanager
+def locked_if_free() -> Iterator[bool]:
+    """The lock, but without waiting for it: yields whether it was free, or is this thread's own."""
+    lock = _lock
+    free = lock.acquire(blocking=False)
+    try:
+        yield free
+    finally:
+        if free:
+            lock.release()
+
+
 class Entry:
     """What `status()` reports under one label: calls served, and calls handed to the framework, by reason."""
 
