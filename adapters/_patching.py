@@ -39,6 +39,18 @@ def locked() -> contextlib.AbstractContextManager[Any]:
     return _lock
 
 
+@contextlib.contextmanager
+def locked_if_free() -> Iterator[bool]:
+    """The lock, but without waiting for it: yields whether it was free, or is this thread's own."""
+    lock = _lock
+    free = lock.acquire(blocking=False)
+    try:
+        yield free
+    finally:
+        if free:
+            lock.release()
+
+
 def patch_of(function: Any) -> Patch | None:
     """The patch whose dispatcher this is."""
     return _made.get(function) if isinstance(function, FunctionType) else None

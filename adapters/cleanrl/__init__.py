@@ -9,13 +9,17 @@ matters, `rl_triton.adapters.gymnasium` keeps the two apart.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import rl_triton as rlt
+from rl_triton import _checks
 
 __all__ = ["RNDGAE", "compute_gae", "compute_gae_rnd", "compute_q_lambda", "normalize_advantages"]
+
+
+_DTYPES = _checks.FLOATS | _checks.INTEGERS
 
 
 class RNDGAE(NamedTuple):
@@ -52,7 +56,8 @@ def compute_gae(
         rewards: [T, N], or [T, ...] with any batch shape; any strides, float or integer.
         values: V of the observation of each row, the shape of `rewards`.
         dones: flag at the start of a row: the row's observation is the first of an episode. Shape of `rewards`, any
-            dtype, nonzero is true.
+            dtype, nonzero is true. Where a script keeps the flag of the observation after the last row as a row T,
+            pass `dones[:-1]`, and `dones[-1]` as `next_done`.
         next_value: V of the observation after the last row: [N], [1, N] or [N, 1].
         next_done: whether that observation is the first of an episode: [N], [1, N] or [N, 1].
         gamma, gae_lambda: γ and λ.
@@ -69,16 +74,16 @@ def compute_gae(
     Source: Schulman et al. 2016 (arXiv 1506.02438), as CleanRL indexes it.
     """
     op = "compute_gae"
-    dones = _per_step(op, "dones", dones, rewards)
+    dones = _per_step(op, "dones", dones, rewards, "next_done")
     return rlt.gae(
         rewards,
-        values,
+        _per_step(op, "values", values, rewards, "next_value"),
         dones,
         last_values=_per_row(op, "next_value", next_value, rewards),
         last_done=_per_row(op, "next_done", next_done, rewards),
         valid=dones == 0 if next_step_autoreset else None,
-        gamma=gamma,
-        lambda_=gae_lambda,
+        gamma=_factor(op, "gamma", gamma, rewards),
+        lambda_=_factor(op, "gae_lambda", gae_lambda, rewards),
         time_dim=0,
         flags_at="start",
     )
@@ -119,22 +124,22 @@ def compute_gae_rnd(
     op = "compute_gae_rnd"
     ext = compute_gae(
         rewards,
-        _per_step(op, "ext_values", ext_values, rewards),
-        dones,
+        _per_step(op, "ext_values", ext_values, rewards, "next_value_ext"),
+        _per_step(op, "dones", dones, rewards, "next_done"),
         _per_row(op, "next_value_ext", next_value_ext, rewards),
-        next_done,
-        gamma,
-        gae_lambda,
+        _per_row(op, "next_done", next_done, rewards),
+        _factor(op, "gamma", gamma, rewards),
+        _factor(op, "gae_lambda", gae_lambda, rewards),
     )
     curiosity_rewards = _per_step(op, "curiosity_rewards", curiosity_rewards, rewards)
-    int_values = _per_step(op, "int_values", int_values, rewards)
+    int_values = _per_step(op, "int_values", int_values, rewards, "next_value_int")
     never = torch.zeros((), dtype=torch.bool, device=curiosity_rewards.device).expand(curiosity_rewards.shape)
     intrinsic = rlt.gae(
         curiosity_rewards,
         int_values,
         never,  # one element, seen from every row
         last_values=_per_row(op, "next_value_int", next_value_int, curiosity_rewards),
-        gamma=int_gamma,
+        gamma=_factor(op, "int_gamma", int_gamma, rewards),
         lambda_=gae_lambda,
         time_dim=0,
     )
@@ -174,12 +179,12 @@ def compute_q_lambda(
     op = "compute_q_lambda"
     return rlt.td_lambda_returns(
         rewards,
-        values,
-        _per_step(op, "dones", dones, rewards),
+        _per_step(op, "values", values, rewards, "next_value"),
+        _per_step(op, "dones", dones, rewards, "next_done"),
         last_values=_per_row(op, "next_value", next_value, rewards),
         last_done=_per_row(op, "next_done", next_done, rewards),
-        gamma=gamma,
-        lambda_=q_lambda,
+        gamma=_factor(op, "gamma", gamma, rewards),
+        lambda_=_factor(op, "q_lambda", q_lambda, rewards),
         time_dim=0,
         flags_at="start",
     )
@@ -200,17 +205,43 @@ def normalize_advantages(b_advantages: torch.Tensor) -> torch.Tensor:
 def _tensor(op: str, name: str, x: object) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(
+            f"{op}: {name} has dtype {x.dtype}, but a bool, integer or float dtype is needed: pass "
+            f"{name}.to(torch.float32)"
+        )
     return x
 
 
-def _per_step(op: str, name: str, x: object, rewards: object) -> torch.Tensor:
-    """x, checked here where the library would name it otherwise than the script."""
+def _per_step(op: str, name: str, x: object, rewards: object, edge: str | None = None) -> torch.Tensor:
+    """x, checked here where the library would name it otherwise than the script. `edge`: what takes a row T of it."""
     x, like = _tensor(op, name, x), _tensor(op, "rewards", rewards)
-    if x.shape != like.shape or x.device != like.device:
-        raise ValueError(
-            f"{op}: {name} must have the shape and device of rewards, {list(like.shape)} on {like.device}, got "
-            f"{list(x.shape)} on {x.device}"
-        )
+    if x.shape == like.shape and x.device == like.device:
+        return x
+    message = (
+        f"{op}: {name} must have the shape and device of rewards, {list(like.shape)} on {like.device}, got "
+        f"{list(x.shape)} on {x.device}"
+    )
+    if x.device != like.device:
+        message += f"; pass {name}.to({str(like.device)!r})"
+    elif x.shape == (*like.shape, 1):
+        message += f"; pass {name}.squeeze(-1)"
+    elif like.shape == (*x.shape, 1):
+        message += f"; pass {name}.unsqueeze(-1)"
+    elif x.dim() and x.shape[1:] == like.shape[1:] and x.dim() == like.dim():
+        if len(x) != len(like) + 1:
+            message += "; each needs one row a step"
+        else:
+            message += f"; it has a row more: pass {name}[:-1]" + (f", and {name}[-1] as {edge}" if edge else "")
+    elif x.dim() == 2 and x.shape == like.shape[::-1]:
+        message += f"; pass {name}.t() if it is [N, T]"
+    raise ValueError(message)
+
+
+def _factor(op: str, name: str, x: Any, rewards: torch.Tensor) -> Any:
+    """x, checked here where the library would name it otherwise than the script."""
+    if type(x) is not float:
+        _checks.factor(op, name, x, "rewards", rewards)
     return x
 
 

@@ -47,6 +47,9 @@ class Template:
     """The replacement, in the holes' names."""
     rows: tuple[str, ...]
     """Holes whose tensors must have as many rows as the loop has steps."""
+    no_other_rows: tuple[str, ...]
+    """Holes whose tensors the script must not make with another number of rows: the loop would not read a row more, the
+    call refuses it."""
     temporaries: tuple[str, ...]
     """Holes that the replacement no longer assigns."""
 
@@ -86,6 +89,7 @@ _returns = _advantages + _values
         2,
         "_advantages, _returns = compute_gae(_rewards, _values, _dones, _next_value, _next_done, _gamma, _lambda)",
         ("_rewards",),
+        ("_values", "_dones"),
         ("_last", "_t", "_going_on", "_successor", "_delta"),
     ),
     Template(
@@ -117,6 +121,7 @@ _int_returns = _int_advantages + _int_values
         "_ext_advantages, _int_advantages, _ext_returns, _int_returns = compute_gae_rnd(_rewards, _int_rewards, "
         "_ext_values, _int_values, _dones, _next_ext_value, _next_int_value, _next_done, _gamma, _int_gamma, _lambda)",
         ("_rewards", "_int_rewards"),
+        ("_ext_values", "_int_values", "_dones"),
         (
             "_ext_last", "_int_last", "_t", "_ext_going_on", "_int_going_on", "_ext_successor", "_int_successor",
             "_ext_delta", "_int_delta",
@@ -140,6 +145,7 @@ for _t in reversed(range(_steps)):
         "_next_value, _arg = anything\n"
         "_returns = compute_q_lambda(_rewards, _values, _dones, _next_value, _next_done, _gamma, _lambda)",
         ("_rewards",),
+        ("_values", "_dones"),
         ("_t", "_going_on", "_next_value"),
     ),
 )  # fmt: skip
@@ -353,6 +359,13 @@ def _check(module: cst.Module, found: Found, loop_line: int, inside: set[int], w
                 f"line {loop_line}: the loop runs over `{_text(module, holes['_steps'])}` steps, and nothing in the "
                 f"script shows that `{_text(module, holes[name])}` has as many rows"
             )
+    for name in found.template.no_other_rows:
+        if _has_other_rows(module, holes[name], holes["_steps"]):
+            raise Refused(
+                f"line {loop_line}: the loop runs over `{_text(module, holes['_steps'])}` steps, and "
+                f"`{_text(module, holes[name])}` is made with another number of rows; make it with as many, and leave "
+                "the flag or value behind the last one to a variable of its own"
+            )
     reads = list(_reads(module))
     for name in found.template.temporaries:
         if not isinstance(holes[name], cst.Name):
@@ -534,24 +547,36 @@ def _binds(node: cst.CSTNode, name: str) -> bool:
 
 def _has_rows(module: cst.Module, tensor: cst.BaseExpression, steps: cst.BaseExpression) -> bool:
     """Whether every line that assigns the tensor makes it with that many rows: `x = torch.zeros((steps, ...), ...)`."""
-    made = [
-        node.value
-        for node in _walk(module)
-        if isinstance(node, cst.Assign) and any(_same(target.target, tensor) for target in node.targets)
-    ]
-    return bool(made) and all(any(_makes_rows(part, steps) for part in _walk(value)) for value in made)
+    made = list(_assigned(module, tensor))
+    return bool(made) and all(any(_same(rows, steps) for rows in map(_rows_of, _walk(value))) for value in made)
 
 
-def _makes_rows(call: cst.CSTNode, steps: cst.BaseExpression) -> bool:
-    """torch.zeros((steps, ...)), torch.zeros(steps, ...) or torch.zeros((steps, ...) + more), or empty or ones."""
+def _has_other_rows(module: cst.Module, tensor: cst.BaseExpression, steps: cst.BaseExpression) -> bool:
+    """Whether a line that assigns the tensor makes it with a number of rows that is counted from that: `steps + 1`."""
+    made = (_rows_of(part) for value in _assigned(module, tensor) for part in _walk(value))
+    return any(not _same(rows, steps) and any(_same(part, steps) for part in _walk(rows)) for rows in made if rows)
+
+
+def _assigned(module: cst.Module, tensor: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    for node in _walk(module):
+        if isinstance(node, cst.Assign) and any(_same(target.target, tensor) for target in node.targets):
+            yield node.value
+
+
+def _rows_of(call: cst.CSTNode) -> cst.BaseExpression | None:
+    """Of torch.zeros((steps, ...)), torch.zeros(steps, ...) or torch.zeros((steps, ...) + more), or empty or ones."""
     if not (isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.args):
-        return False
+        return None
     if not (_is_name(call.func.value, "torch") and call.func.attr.value in ("zeros", "empty", "ones")):
-        return False
+        return None
     shape = call.args[0].value
-    while isinstance(shape, cst.BinaryOperation) and isinstance(shape.operator, cst.Add):
+    while isinstance(shape, cst.BinaryOperation) and isinstance(shape.operator, cst.Add) and _holds_tuple(shape):
         shape = shape.left
-    return _same(shape.elements[0].value if isinstance(shape, cst.Tuple) and shape.elements else shape, steps)
+    return shape.elements[0].value if isinstance(shape, cst.Tuple) and shape.elements else shape
+
+
+def _holds_tuple(x: cst.BaseExpression) -> bool:
+    return isinstance(x, cst.Tuple) or (isinstance(x, cst.BinaryOperation) and _holds_tuple(x.left))
 
 
 def _imported_roots(module: cst.Module) -> set[str]:

@@ -20,6 +20,7 @@ another 4 us, our call 12 us however short, and leaving it to that loop some 3 u
 SMALL = 65536
 """Elements, steps times environments, from which on a short rollout is served all the same."""
 
+FACTORS = "gamma, gae_lambda or their product is not finite in float32"
 FINITE = "rewards, values or last_values that are not finite"
 FLAGS_ONLY = "flags other than 0 and 1"
 SHARED = "advantages share memory with another array"
@@ -28,6 +29,7 @@ TOO_SHORT = "a rollout so short that Stable-Baselines3's loop is faster"
 _ARRAYS = ("rewards", "values", "episode_starts", "advantages")
 _CPU = torch.device("cpu")
 _FLOAT32 = np.dtype(np.float32)
+_LARGEST = float(np.finfo(np.float32).max)
 _NUMBERS = (float, int)
 _NARROW = (np.float32, np.float16)  # of which 1.0 - dones is not float64
 _REFUSALS = (TypeError, ValueError, torch.OutOfMemoryError)
@@ -49,6 +51,8 @@ def serve(buffer: Any, last_values: Any, dones: Any, device: torch.device, body:
     """Fill `buffer.advantages` in place and bind `buffer.returns`; or return why Stable-Baselines3 should do it."""
     if type(buffer.gamma) not in _NUMBERS or type(buffer.gae_lambda) not in _NUMBERS:
         return "gamma or gae_lambda is not a Python number"
+    if not (is_finite(buffer.gamma) and is_finite(buffer.gae_lambda) and is_finite(buffer.gamma * buffer.gae_lambda)):
+        return FACTORS
     if type(buffer.rewards) is torch.Tensor:
         return _serve_tensors(buffer, last_values, dones, body)
     n_steps, n_envs = shape = buffer.buffer_size, buffer.n_envs
@@ -72,15 +76,18 @@ def serve(buffer: Any, last_values: Any, dones: Any, device: torch.device, body:
         return reason
     if type(dones) is not np.ndarray:
         return "dones is not a numpy array with one entry for each environment"
-    if dones.dtype != np.bool_ and not _is_binary(dones):
-        return FLAGS_ONLY
+    wide = body.carries_float64 and dones.dtype.type not in _NARROW
+    if dones.dtype != np.bool_:
+        if not _is_binary(dones):
+            return FLAGS_ONLY
+        dones = dones != 0
     on_cpu = device.type == "cpu" or torch.cuda._is_in_bad_fork()  # CUDA does not survive a fork
     edge = last_values.numpy() if last_values.device == _CPU else last_values.cpu().numpy()
     edge = edge.reshape(-1)
     given, advantages = (buffer.rewards, buffer.values, buffer.episode_starts, edge, dones), buffer.advantages
     returns = np.empty_like(advantages)
     addresses = None
-    if plain and dones.dtype == np.bool_ and dones.flags.carray and edge.flags.carray:
+    if plain and dones.flags.carray and edge.flags.carray:
         addresses = addresses_of(*given, advantages, returns)
         if addresses is None:
             return SHARED
@@ -89,7 +96,7 @@ def serve(buffer: Any, last_values: Any, dones: Any, device: torch.device, body:
     try:
         if not on_cpu:
             _compute_on(device, buffer, edge, dones, returns)
-        elif body.carries_float64 and dones.dtype not in _NARROW:
+        elif wide:
             _compute_float64(buffer, edge, dones, returns)
         else:
             _compute(buffer, edge, dones, returns, addresses)
@@ -110,10 +117,18 @@ def _check_edge(last_values: Any, dones: Any, n_envs: int) -> str | None:
         return "last_values has not one entry for each environment"
     if type(dones) not in (np.ndarray, torch.Tensor) or dones.shape != (n_envs,):
         return "dones is not a numpy array with one entry for each environment"
+    if type(dones) is np.ndarray and (dones.dtype.kind not in "biuf" or dones.itemsize > 8):
+        return "dones has a dtype that torch does not have"
     return None
 
 
-def _is_binary(flags: np.ndarray) -> bool:
+def is_finite(factor: float) -> bool:
+    """Whether a factor is, in float32. Stable-Baselines3 multiplies factors by its masks, and inf * 0 is NaN; ours
+    selects."""
+    return abs(factor) <= _LARGEST
+
+
+def _is_binary(flags: Any) -> bool:
     return bool(((flags == 0) | (flags == 1)).all())
 
 
@@ -122,6 +137,16 @@ def _unclean(starts: np.ndarray, last_values: np.ndarray, results: np.ndarray) -
     which is what its users look for."""
     found = screen(starts, last_values, results)
     return None if found == CLEAN else FLAGS_ONLY if found == FLAGS else FINITE
+
+
+def _is_describable(x: np.ndarray) -> bool:
+    """Whether torch has strides for it: it knows no negative ones, and none that split an element."""
+    return all(stride >= 0 and stride % x.itemsize == 0 for stride in x.strides)
+
+
+def _tensor(x: np.ndarray) -> torch.Tensor:
+    """The array's memory where torch can describe it, else a copy."""
+    return torch.from_numpy(x if _is_describable(x) else x.copy())
 
 
 def _gae(buffer: Any, *arrays: torch.Tensor, function: Any = rlt.gae, **options: Any) -> Any:
@@ -149,19 +174,22 @@ def _compute(
     if addresses and kind is not None and kind.loop is not None:
         kind.loop((*addresses, 0))
         return
-    arrays = buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones, buffer.advantages, returns
-    tensors = list(map(torch.from_numpy, arrays))
+    advantages = buffer.advantages if _is_describable(buffer.advantages) else np.empty_like(returns)
+    arrays = buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones, advantages, returns
+    tensors = list(map(_tensor, arrays))
     call = functools.partial(_gae, buffer, *tensors[:5], out=tuple(tensors[5:]))
     if kind is None or kind.tried:
         call()
     else:
         kind.keep(functools.partial(call, function=inspect.unwrap(rlt.gae)), tensors)
+    if advantages is not buffer.advantages:
+        buffer.advantages[...] = advantages
 
 
 def _compute_float64(buffer: Any, last_values: np.ndarray, dones: np.ndarray, returns: np.ndarray) -> None:
     """With the bits of the body that carries float64: the differences δ and the decay are float32 as before, but for
     the last step's δ, and what is carried over them is float64."""
-    given = map(torch.from_numpy, (buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones))
+    given = map(_tensor, (buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones))
     deltas = _gae(buffer, *given, lambda_=0.0).advantages
     alpha = deltas.double()
     bootstrap = np.where(dones, np.float64(0), buffer.gamma * last_values)  # the product rounds to float32
@@ -217,8 +245,10 @@ def _serve_tensors(buffer: Any, last_values: Any, dones: Any, body: Body) -> str
     reason = _check_edge(last_values, dones, buffer.n_envs)
     if reason is not None:
         return reason
-    if device.type == "cpu" and not _is_binary(np.asarray(dones)):
+    if device.type == "cpu" and not _is_binary(dones):
         return FLAGS_ONLY
+    if type(dones) is np.ndarray:
+        dones = torch.from_numpy(dones != 0)
     edge = last_values.to(device).reshape(-1)
     returns = torch.empty_like(buffer.advantages)
     try:
@@ -228,7 +258,7 @@ def _serve_tensors(buffer: Any, last_values: Any, dones: Any, body: Body) -> str
             buffer.values,
             buffer.episode_starts,
             edge,
-            torch.as_tensor(dones, device=device),
+            dones.to(device),
             out=(buffer.advantages, returns),
         )
     except _REFUSALS as error:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from rl_triton.adapters._patching import Patch, locked
+from rl_triton.adapters._patching import Patch, locked, locked_if_free
 from rl_triton.adapters.sb3._behaviour import body_of, rollout_buffer_class
 from rl_triton.adapters.sb3._compute import Body, serve
-from rl_triton.adapters.sb3._terminal_values import TerminalValues
+from rl_triton.adapters.sb3._terminal_values import FinalObservations, TerminalValues, withdraw_all
 
 METHOD = "compute_returns_and_advantage"
 NOT_SELECTED = "not a buffer of a model that was patched"
@@ -39,11 +39,11 @@ class Scope:
                 f"sb3.patch: model must be an on-policy algorithm, a RolloutBuffer, or None for all of them, got "
                 f"{type(model).__name__}"
             )
-        self.model = None if model is None else weakref.ref(model)
+        self.model = None if model is None else weakref.ref(model, _end_dead)
         self.batched, self.persistent = terminal_values == "batched", persistent
         self.patches: list[Patch] = [BufferPatch.of(buffer_class)]
         if self.batched:
-            self.patches.append(TerminalValues.installed(_batches))
+            self.patches += (TerminalValues.installed(_batches), FinalObservations.installed())
 
     @property
     def covers_all(self) -> bool:
@@ -60,8 +60,13 @@ class Scope:
         model = self.model()
         return model is not None and (model is x or getattr(model, "rollout_buffer", None) is x)
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether its model is gone."""
+        return self.model is not None and self.model() is None
+
     def begin(self) -> None:
-        with locked(), contextlib.ExitStack() as undo:
+        with _changing(), contextlib.ExitStack() as undo:
             for patch in self.patches:
                 patch.hold()
                 undo.callback(patch.release)
@@ -69,13 +74,48 @@ class Scope:
             _set([*_scopes, self])
 
     def end(self) -> None:
-        with locked():
+        with _changing():
+            if self not in _scopes:
+                return
             _set([scope for scope in _scopes if scope is not self])
             for patch in self.patches:
                 patch.release()
+            if self.batched:
+                withdraw_all()
 
 
 _scopes: list[Scope] = []
+_changes = 0
+"""How deep in changes of them the thread is that holds the lock."""
+
+
+@contextlib.contextmanager
+def _changing() -> Iterator[None]:
+    """The lock, under which scopes change; then those end whose models have gone meanwhile."""
+    global _changes
+    with locked():
+        _changes += 1
+        try:
+            yield
+        finally:
+            _changes -= 1
+            _end_dead()
+
+
+def _end_dead(_: Any = None) -> None:
+    """End the scopes of models that are gone. The garbage collector calls this at any moment, in the middle of a change
+    too, or where another thread waits for this one: then whoever changes or asks next does it."""
+    global _changes
+    with locked_if_free() as free:
+        if not free or _changes:
+            return
+        _changes += 1  # so that each end does not begin this anew
+        try:
+            for scope in _scopes:
+                if scope.is_dead:
+                    scope.end()
+        finally:
+            _changes -= 1
 
 
 def _set(scopes: list[Scope]) -> None:
@@ -123,6 +163,7 @@ class BufferPatch(Patch):
     def _serve(self, buffer: Any, last_values: Any = None, dones: Any = None, *rest: Any, **others: Any) -> str | None:
         scope = _find(buffer)
         if scope is None:
+            _end_dead()
             return NOT_SELECTED
         if rest or others:
             return "arguments that Stable-Baselines3 does not have"
@@ -141,7 +182,8 @@ def patch(model: Any = None, *, device: str | torch.device = "cpu", terminal_val
 
     Args:
         model: serve this model only (whatever buffer it has at the time of a call), or this buffer; all others run
-            Stable-Baselines3's own code. Nothing is stored in the model. Its options come before those for all.
+            Stable-Baselines3's own code. Nothing is stored in the model, and the patch ends with it. Its options come
+            before those for all.
         device: where to compute. "cpu" works on the numpy arrays in place and gives Stable-Baselines3's bits; a CUDA
             device copies there and back (within 1e-5 of the largest advantage), which pays for large buffers only.
             Arrays that are tensors are served where they are.
@@ -156,7 +198,7 @@ def patch(model: Any = None, *, device: str | torch.device = "cpu", terminal_val
         ValueError: an option that does not exist.
     """
     scope = Scope(model, device, terminal_values, persistent=True)
-    with locked():
+    with _changing():
         before = [other for other in _scopes if other.persistent and other.is_of(model)]
         scope.begin()
         for other in before:
@@ -165,7 +207,7 @@ def patch(model: Any = None, *, device: str | torch.device = "cpu", terminal_val
 
 def unpatch(model: Any = None) -> None:
     """Put Stable-Baselines3's own method back, or only stop serving one model. Does nothing if it is not patched."""
-    with locked():
+    with _changing():
         for scope in _scopes:
             if scope.persistent and (model is None or scope.is_of(model)):
                 scope.end()
@@ -189,6 +231,7 @@ def is_patched(model: Any = None) -> bool:
 
     False after Stable-Baselines3's module was reloaded, which makes a new class; `patch()` again.
     """
+    _end_dead()
     patch = BufferPatch._of.get(rollout_buffer_class())
     if patch is None or not patch.active:
         return False

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_triton.adapters.sb3._resident import as_tensor
+
 
 def recompute_advantages(model: Any, *, batch_size: int | None = None) -> None:
     """Compute `advantages` and `returns` of a model's rollout anew, with the values that its critic gives now.
@@ -66,7 +68,7 @@ def _values(policy: Any, buffer: Any, batch_size: int | None) -> torch.Tensor:
     observations = buffer.observations if tensors is None else tensors["observations"]
 
     def chosen(x: Any, shape: tuple[int, ...], rows: slice) -> torch.Tensor:
-        return torch.as_tensor(x.reshape(n, *shape)[rows], device=policy.device)
+        return as_tensor(x.reshape(n, *shape)[rows]).to(policy.device)
 
     values = []
     for first in range(0, n, batch_size or n):

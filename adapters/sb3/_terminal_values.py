@@ -3,13 +3,16 @@
 Stable-Baselines3's collector adds gamma V(final observation) to the reward of each environment that a time limit cut,
 with one call of `policy.obs_to_tensor` and one of `policy.predict_values` for each. Its loop stays as it is: right
 before it, the collector passes the step's infos and flags to `_update_info_buffer`, which tells us which observations
-will come and in which order. From then until the last of them was asked for, the two methods answer from one batched
-call. No code of the user's runs between the two moments, so that nobody else sees the policy in this state, and
-callbacks see what they always see.
+will come and in which order. They wait here, beside the policy and not in it. `obs_to_tensor`, replaced in the class
+that has it, knows them again, and from its return until `predict_values` is called, which is next, the policy has a
+`predict_values` that answers from one batched call. Nothing runs between the two that may fail, so that nobody else
+sees the policy in this state, whatever goes wrong in the loop or in the critic.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_triton.adapters._patching import Hook, locked
+from rl_triton.adapters._patching import MARK, Hook, Patch, locked
 
 OWN_CRITIC = "predict_values takes more than observations"
 NOT_USED = "terminal values that the collector did not ask for"
 UNLIKE = "final observations that cannot be stacked"
+
+_waiting: weakref.WeakKeyDictionary[Any, Batch] = weakref.WeakKeyDictionary()
+"""What is to come, by policy."""
 
 
 class TerminalValues(Hook):
@@ -50,87 +56,117 @@ class TerminalValues(Hook):
             for i in np.flatnonzero(dones)
             if infos[i].get("terminal_observation") is not None and infos[i].get("TimeLimit.truncated", False)
         ]
-        Batch.withdraw_from(model.policy, self.count)
+        policy = getattr(model.policy, "_orig_mod", model.policy)  # torch.compile wraps it
+        withdraw(policy, NOT_USED)
         if len(final) > 1:  # a single one costs the same either way
-            Batch(model.policy, final, self.count)
+            _waiting[policy] = Batch(final, self.count)
+
+
+class FinalObservations(Patch):
+    """`obs_to_tensor` of Stable-Baselines3's policies, which knows the observations that are waited for."""
+
+    _installed: FinalObservations | None = None
+
+    @classmethod
+    def installed(cls) -> FinalObservations:
+        from stable_baselines3.common.policies import BasePolicy
+
+        owner = next(base for base in BasePolicy.__mro__ if "obs_to_tensor" in base.__dict__)
+        with locked():
+            if cls._installed is None or cls._installed.owner is not owner:
+                cls._installed = cls(owner, "obs_to_tensor", lambda: None)
+            return cls._installed
+
+    def _dispatcher(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def dispatcher(policy: Any, *args: Any, **kwargs: Any) -> Any:
+            if _waiting and self.wanted and len(args) == 1 and not torch.compiler.is_compiling():
+                batch = _waiting.get(policy)
+                if batch is not None and args[0] is batch.observations[0]:
+                    return batch.to_tensor(policy, functools.partial(original, policy))
+            return original(policy, *args, **kwargs)
+
+        setattr(dispatcher, MARK, self.label)
+        return dispatcher
 
 
 class Batch:
-    """Answers of `obs_to_tensor` and `predict_values` for the final observations of one step."""
+    """Final observations of one step, until the collector has asked for their values. Holds no policy."""
 
-    def __init__(self, policy: Any, observations: list[Any], count: Callable[[str | None], None]) -> None:
-        self.policy = getattr(policy, "_orig_mod", policy)  # torch.compile wraps it
+    def __init__(self, observations: list[Any], count: Callable[[str | None], None]) -> None:
+        self.observations = deque(observations)
         self.count = count
-        self.waiting = deque(observations)
-        self.rows: deque[Any] = deque()
-        self.row: Any = None
-        self.values: deque[torch.Tensor] | None = None
-        self.obs_to_tensor, self.predict_values = self.policy.obs_to_tensor, self.policy.predict_values
-        # What was set on the policy itself, by its user, comes back.
-        self.own = {name: self.policy.__dict__.get(name) for name in ("obs_to_tensor", "predict_values")}
-        self.policy.__dict__["obs_to_tensor"] = self._obs_to_tensor
-        self.policy.__dict__["predict_values"] = self._predict_values
-        self.policy.__dict__[_KEY] = self
+        self.n = len(observations)
+        self.together: Any = None
+        self.values: deque[torch.Tensor] = deque()
+        self.own: Any = None
+        self.answering = False
 
-    @staticmethod
-    def withdraw_from(policy: Any, count: Callable[[str | None], None]) -> None:
-        left = getattr(policy, "_orig_mod", policy).__dict__.get(_KEY)
-        if left is not None:
-            left.withdraw(NOT_USED)
-
-    def withdraw(self, reason: str | None = None) -> None:
-        """Give the policy its methods back, once. What was not asked for is counted."""
-        if self.policy.__dict__.get(_KEY) is not self:
-            return
-        for name, own in self.own.items():
-            if own is None:
-                del self.policy.__dict__[name]
-            else:
-                self.policy.__dict__[name] = own
-        del self.policy.__dict__[_KEY]
-        for _ in range(len(self.waiting) if reason else 0):
-            self.count(reason)
-
-    def _or_withdrawn(self, method: Callable[..., Any], x: Any) -> Any:
-        try:
-            return method(x)
-        except BaseException:
-            self.withdraw()
-            raise
-
-    def _obs_to_tensor(self, observation: Any) -> Any:
-        if not self.waiting or observation is not self.waiting[0]:
-            return self.obs_to_tensor(observation)
-        if not self.rows:
+    def to_tensor(self, policy: Any, obs_to_tensor: Callable[[Any], Any]) -> Any:
+        """What `obs_to_tensor` gives for the first that waits: its row of all of them."""
+        if self.together is None:
             try:
-                together = _stacked(list(self.waiting))
+                together = _stacked(list(self.observations))
             except (TypeError, ValueError):
-                self.withdraw(UNLIKE)
-                return self.obs_to_tensor(observation)
-            batch = self._or_withdrawn(self.obs_to_tensor, together)[0]
-            self.rows = deque((batch, i) for i in range(len(self.waiting)))
-        batch, i = self.rows[0]
-        self.row = _row(batch, i)
-        return self.row, False
+                withdraw(policy, UNLIKE)
+                return obs_to_tensor(self.observations[0])
+            try:
+                self.together = obs_to_tensor(together)[0]
+            except BaseException:
+                withdraw(policy)
+                raise
+        row = _row(self.together, self.n - len(self.observations))
+        self.release(policy)
+        self.own = policy.__dict__.get("predict_values")  # what its user has set on the policy itself
+        policy.__dict__["predict_values"] = functools.partial(self.answer, policy, row)
+        self.answering = True
+        return row, False
 
-    def _predict_values(self, observations: Any, *more: Any, **others: Any) -> torch.Tensor:
-        if observations is not self.row or self.row is None:
-            return self.predict_values(observations, *more, **others)
-        if more or others:  # as of a recurrent critic, whose state is another for each row
-            self.withdraw(OWN_CRITIC)
-            return self.predict_values(observations, *more, **others)
-        if self.values is None:
-            values = self._or_withdrawn(self.predict_values, self.rows[0][0])
+    def release(self, policy: Any) -> None:
+        """Give the policy its method back."""
+        if not self.answering:
+            return
+        self.answering = False
+        if self.own is None:
+            policy.__dict__.pop("predict_values", None)
+        else:
+            policy.__dict__["predict_values"], self.own = self.own, None
+
+    def answer(self, policy: Any, row: Any, observations: Any, *more: Any, **others: Any) -> torch.Tensor:
+        """What `predict_values` gives for a row: its value."""
+        self.release(policy)
+        unlike = OWN_CRITIC if more or others else NOT_USED if observations is not row else None
+        if unlike is not None:  # as of a recurrent critic, whose state is another for each row
+            withdraw(policy, unlike)
+            return policy.predict_values(observations, *more, **others)
+        if not self.values:
+            try:
+                values = policy.predict_values(self.together)
+            except BaseException:
+                withdraw(policy)
+                raise
             self.values = deque(values.cpu().split(1))  # one copy to the host, where the rewards are
-        self.waiting.popleft()
-        self.rows.popleft()
+        self.observations.popleft()
         self.count(None)
-        if not self.waiting:
-            self.withdraw()
+        if not self.observations:
+            withdraw(policy)
         return self.values.popleft()
 
 
-_KEY = "_rl_triton_terminal_values"
+def withdraw(policy: Any, reason: str | None = None) -> None:
+    """Wait for nothing any more, and leave the policy as it was. What was not asked for is counted."""
+    batch = _waiting.pop(policy, None)
+    if batch is not None:
+        batch.release(policy)
+        for _ in batch.observations if reason else ():
+            batch.count(reason)
+
+
+def withdraw_all() -> None:
+    for reference in _waiting.keyrefs():
+        policy = reference()
+        if policy is not None:
+            withdraw(policy, NOT_USED)
 
 
 def _stacked(observations: list[Any]) -> Any:

@@ -22,11 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.spaces import Discrete
 
 import rl_triton as rlt
 from rl_triton.adapters._patching import Entry
 from rl_triton.adapters.sb3._behaviour import rollout_buffer_class
-from rl_triton.adapters.sb3._compute import FLOAT32, serve
+from rl_triton.adapters.sb3._compute import FLOAT32, is_finite, serve
+from rl_triton.adapters.sb3._resident import Resident, as_tensor, edge, factor, store
 
 rollout_buffer_class()  # says what to install
 
@@ -63,7 +65,7 @@ class ScanDictRolloutBuffer(Scan, DictRolloutBuffer):
 # ---------------------------------------------------------------------------------------- on the device of the model
 
 
-class TensorStorage:
+class TensorStorage(Resident):
     """Mixin: everything that a rollout holds lives in tensors on `self.device`, in `self.tensors`, by name.
 
     Observations go to the device once, when they are stored, instead of once a minibatch and epoch; values and
@@ -72,10 +74,11 @@ class TensorStorage:
 
     As an attribute, `buffer.rewards` for instance, a field is a read-only numpy array (a copy, unless the device is the
     host), which is what Stable-Baselines3's logging reads. Assign a new array or tensor, which takes the field's dtype,
-    or write to `buffer.tensors["rewards"]`.
+    or write to `buffer.tensors["rewards"]`. Assign to `buffer.device` to move them all.
 
     Unlike a numpy buffer it serves every call on its own: NaN and inf do not reach beyond an episode's end, flags
-    that are not 0 count as 1, and gamma and gae_lambda may be tensors that broadcast to [n_steps, n_envs].
+    that are not 0 count as 1, and gamma and gae_lambda may be tensors that broadcast to [n_steps, n_envs]. Numbers that
+    are not finite are refused there.
     """
 
     _SCALARS = ("rewards", "values", "episode_starts", "advantages", "returns", "log_probs")
@@ -90,14 +93,11 @@ class TensorStorage:
     pos: int
     full: bool
     generator_ready: bool
-    device: torch.device
-    gamma: Any
-    gae_lambda: Any
+    observation_space: Any
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._FIELDS:
-            placed, before = self._placed(value), self.tensors.get(name)
-            self.tensors[name] = placed.to(before.dtype) if isinstance(before, torch.Tensor) else placed
+            self.tensors[name] = self._placed(value, self.tensors.get(name))
         else:
             super().__setattr__(name, value)
 
@@ -107,12 +107,13 @@ class TensorStorage:
             return field if self._resetting else _on_host(field)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _placed(self, x: Any) -> Any:
-        if isinstance(x, dict):  # reset() fills an empty one after it has assigned it
-            return {key: self._placed(part) for key, part in x.items()} if x else x
+    def _placed(self, x: Any, before: Any = None) -> Any:
+        """x on the device, in the dtype of what it takes the place of."""
+        if isinstance(x, Mapping):  # reset() fills an empty one after it has assigned it
+            return {key: self._placed(part, before and before[key]) for key, part in x.items()} if x else x
         if self._resetting:  # of equal entries: nothing to copy
             return torch.full(x.shape, x.flat[0].item(), dtype=_dtype(x), device=self.device)
-        return as_tensor(x).to(self.device)
+        return as_tensor(x, before.dtype).to(self.device, before.dtype)
 
     _resetting = False
 
@@ -131,23 +132,24 @@ class TensorStorage:
             "actions": action,
             "rewards": reward,
             "episode_starts": episode_start,
-            "values": value,
+            "values": as_tensor(value).reshape(-1),
             "log_probs": log_prob,
         }
         for name, x in given.items():
-            self._store(self.tensors[name], x)
+            self._store(name, x, reshape=name == "actions")
         self.pos += 1
         if self.pos == self.buffer_size:
             self.full = True
 
-    def _store(self, field: Any, x: Any) -> None:
-        """Write to the current step of a field, in its shape and dtype."""
+    def _store(self, name: str, x: Any, *, reshape: bool = False) -> None:
+        """Write to the current step of a field."""
+        field, space, what = self.tensors[name], self.observation_space, f"{type(self).__name__}.add: {name}"
         if isinstance(field, dict):
             for key, part in field.items():
-                self._store(part, x[key])
-            return
-        row = field[self.pos]
-        row.copy_(as_tensor(x).reshape(row.shape))
+                store(f"{what}[{key!r}]", part[self.pos], x[key], reshape=isinstance(space[key], Discrete))
+        else:
+            reshape = reshape or (name == "observations" and isinstance(space, Discrete))
+            store(what, field[self.pos], x, reshape=reshape)
 
     def compute_returns_and_advantage(self, last_values: torch.Tensor, dones: Any) -> None:
         """Advantages and returns on the device, with nothing copied but the flags of the last step."""
@@ -155,16 +157,17 @@ class TensorStorage:
         tensors["advantages"], tensors["returns"] = self._gae(tensors["rewards"], tensors["values"], last_values, dones)
         self._entry.count(None)
 
-    def _gae(self, rewards: torch.Tensor, values: torch.Tensor, last_values: torch.Tensor, dones: Any) -> Any:
+    def _gae(self, rewards: torch.Tensor, values: torch.Tensor, last_values: Any, dones: Any) -> Any:
+        op, n_envs, device = f"{type(self).__name__}.compute_returns_and_advantage", self.n_envs, self.device
         return rlt.gae(
             rewards,
             values,
             self.tensors["episode_starts"],
-            last_values=last_values.detach().to(self.device).reshape(-1),
-            last_done=torch.as_tensor(dones, device=self.device).reshape(-1),
+            last_values=edge(f"{op}: last_values", last_values, n_envs, torch.float32, device),
+            last_done=edge(f"{op}: dones", dones, n_envs, torch.bool, device),
             flags_at="start",
-            gamma=_plain(self.gamma),
-            lambda_=_plain(self.gae_lambda),
+            gamma=factor(self, "gamma"),
+            lambda_=factor(self, "gae_lambda"),
             time_dim=0,
         )
 
@@ -220,18 +223,6 @@ class TensorDictRolloutBuffer(TensorStorage, DictRolloutBuffer):
     """`DictRolloutBuffer` in tensors on the model's device; see `TensorStorage`."""
 
 
-def as_tensor(x: Any) -> torch.Tensor:
-    """A tensor without a graph, of the same memory where that may be."""
-    if isinstance(x, torch.Tensor):
-        return x.detach()
-    x = np.asarray(x)
-    return torch.from_numpy(x if x.flags.writeable else x.copy())
-
-
-def _plain(factor: Any) -> Any:
-    return factor.item() if isinstance(factor, np.generic) else factor
-
-
 def _dtype(x: np.ndarray) -> torch.dtype:
     return torch.from_numpy(np.empty(0, x.dtype)).dtype
 
@@ -282,11 +273,15 @@ class ExtraHeads:
         head_lambdas: Sequence[float] | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(heads, str):
+            raise TypeError(f"ExtraHeads: heads must be a sequence of names, got {heads!r}; pass ({heads!r},)")
         if not heads or len(set(heads)) < len(heads):
             raise ValueError(f"ExtraHeads: heads must be names, each once, got {tuple(heads)!r}")
         for name, factors in (("head_gammas", head_gammas), ("head_lambdas", head_lambdas)):
             if factors is not None and len(factors) != len(heads):
                 raise ValueError(f"ExtraHeads: {name} must have one entry a head ({len(heads)}), got {len(factors)}")
+            if factors is not None and not all(is_finite(float(x)) for x in factors):
+                raise ValueError(f"ExtraHeads: {name} must be finite in float32, got {factors}")
         self.heads = tuple(heads)
         self.head_gammas, self.head_lambdas = head_gammas, head_lambdas
         super().__init__(*args, **kwargs)
@@ -311,23 +306,27 @@ class ExtraHeads:
             raise RuntimeError(
                 "add_heads: the rollout is complete; heads are stored before the step that they belong to"
             )
-        for given, field in ((rewards, self.head_rewards), (values, self.head_values)):
+        kinds = (("rewards", rewards, self.head_rewards), ("values", values, self.head_values))
+        for argument, given, field in kinds:
             for head, name in enumerate(self.heads):
                 row = field[head, self.pos]  # type: ignore[attr-defined]
-                row.copy_(as_tensor(given[name]).reshape(row.shape))
+                store(f"add_heads: {argument}[{name!r}]", row, as_tensor(given[name], row.dtype).reshape(-1))
 
     def compute_heads(self, last_values: Mapping[str, Any], dones: Any) -> None:
         """Advantages and returns of all heads, from their values of the observations after the last step."""
         if set(last_values) != set(self.heads):
             raise ValueError(f"compute_heads: last_values must name {self.heads}, got {tuple(last_values)}")
-        device, n_heads = self.head_rewards.device, len(self.heads)
-        last = torch.stack([as_tensor(last_values[name]).reshape(-1).to(device) for name in self.heads])
-        starts, done = torch.as_tensor(self._starts()), torch.as_tensor(dones, device=device).reshape(-1)
+        n_heads, n_envs, device = self.head_rewards.shape[0], self.head_rewards.shape[2], self.head_rewards.device
+        last = [
+            edge(f"compute_heads: last_values[{name!r}]", last_values[name], n_envs, torch.float32, device)
+            for name in self.heads
+        ]
+        starts, done = as_tensor(self._starts()), edge("compute_heads: dones", dones, n_envs, torch.bool, device)
         self.head_advantages, self.head_returns = rlt.gae(
             self.head_rewards,
             self.head_values,
             starts.expand(n_heads, *starts.shape),
-            last_values=last.float(),
+            last_values=torch.stack(last),
             last_done=done.expand(n_heads, *done.shape),
             flags_at="start",
             gamma=self._factors(self.head_gammas, "gamma"),
@@ -339,9 +338,11 @@ class ExtraHeads:
         return self.tensors["episode_starts"] if isinstance(self, TensorStorage) else self.episode_starts  # type: ignore[attr-defined]
 
     def _factors(self, factors: Sequence[float] | None, name: str) -> Any:
-        if factors is None:
-            return float(getattr(self, name))
-        return torch.tensor(factors, device=self.head_rewards.device).reshape(-1, 1, 1)
+        if factors is not None:
+            given = [float(x) for x in factors]  # or torch would make integers of integers
+            return torch.tensor(given, dtype=torch.float32, device=self.head_rewards.device).reshape(-1, 1, 1)
+        x = factor(self, name)  # a tensor, or an array, as it broadcasts to [n_steps, n_envs]
+        return x if isinstance(x, (int, float)) else as_tensor(x).to(self.head_rewards.device)[(None,) * (3 - x.ndim)]
 
     def _get_samples(self, batch_inds: Any, *args: Any) -> Any:
         samples = super()._get_samples(batch_inds, *args)  # type: ignore[misc]
@@ -358,4 +359,11 @@ class ExtraHeads:
 @functools.cache
 def _with_heads(samples: Any) -> Any:
     fields = ("head_values", "head_advantages", "head_returns")
-    return namedtuple(f"{samples.__name__}WithHeads", (*samples._fields, *fields))
+    name = f"{samples.__name__}WithHeads"
+    # pickle finds no class that is made here, so a sample names the one that it is made of
+    members = {"__slots__": (), "__reduce__": lambda self: (_sample_with_heads, (samples, *self))}
+    return type(name, (namedtuple(name, (*samples._fields, *fields)),), members)
+
+
+def _sample_with_heads(samples: Any, *fields: Any) -> Any:
+    return _with_heads(samples)(*fields)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_triton.adapters.sb3._resident import as_tensor, store
 from rl_triton.adapters.sb3.buffers import Scan, TensorStorage
 
 try:
@@ -53,7 +54,7 @@ class _TensorMaskable(TensorStorage):
 
     def add(self, *args: Any, action_masks: Any = None, **kwargs: Any) -> None:
         if action_masks is not None:
-            self._store(self.tensors["action_masks"], action_masks)
+            self._store("action_masks", action_masks, reshape=True)
         super().add(*args, **kwargs)
 
     def _get_samples(self, chosen: torch.Tensor, env: Any = None) -> Any:
@@ -85,9 +86,13 @@ class _TensorRecurrent(TensorStorage):
 
     def add(self, *args: Any, lstm_states: Any = None, **kwargs: Any) -> None:
         for name, x in zip(self._STATES, (*lstm_states.pi, *lstm_states.vf), strict=True):
-            self._store(self.tensors[name], x)
+            self._store(name, x)
         episode_start = kwargs["episode_start"] if "episode_start" in kwargs else args[3]
-        self._starts_on_host[self.pos] = np.asarray(torch.as_tensor(episode_start).cpu()) != 0
+        store(
+            f"{type(self).__name__}.add: episode_starts",
+            torch.from_numpy(self._starts_on_host[self.pos]),
+            as_tensor(episode_start, torch.bool),
+        )
         super().add(*args, **kwargs)
 
     def _flatten(self) -> None:

@@ -221,3 +221,72 @@ def test_errors_speak_the_scripts_language():
             function(*(inputs | dict(dones=None)).values(), 0.9, 0.8)
         with pytest.raises(ValueError, match=f"{name}: next_value must be on the device of rewards, cpu, got meta"):
             function(*(inputs | dict(next_value=torch.zeros(4, device="meta"))).values(), 0.9, 0.8)
+
+
+ROW_MORE = {"dones": "next_done", "values": "next_value"}
+
+
+@pytest.mark.parametrize("function", [cleanrl.compute_gae, cleanrl.compute_q_lambda])
+@pytest.mark.parametrize("name", ROW_MORE)
+def test_a_row_more_is_refused_with_the_way_out(name, function):
+    """Scripts that keep the flag, or value, of the observation after the last row as a row T."""
+    inputs = window(0, 6, 4)
+    longer = torch.cat([inputs[name], inputs[ROW_MORE[name]][None]])
+    error = (
+        rf"{function.__name__}: {name} must have the shape and device of rewards, \[6, 4\] on cpu, got \[7, 4\] on "
+        rf"cpu; it has a row more: pass {name}\[:-1\], and {name}\[-1\] as {ROW_MORE[name]}"
+    )
+    with pytest.raises(ValueError, match=error):
+        function(*(inputs | {name: longer}).values(), 0.9, 0.8)
+    ways_out = inputs | {name: longer[:-1], ROW_MORE[name]: longer[-1]}
+    for actual, expected in zip(
+        function(*ways_out.values(), 0.9, 0.8), function(*inputs.values(), 0.9, 0.8), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+SHAPES = {
+    (5, 4): "each needs one row a step",
+    (6, 4, 1): r"pass NAME\.squeeze\(-1\)",
+    (4, 6): r"pass NAME\.t\(\) if it is \[N, T\]",
+    (6,): r"got \[6\] on cpu$",
+    (4,): r"got \[4\] on cpu$",
+    (6, 1): r"got \[6, 1\] on cpu$",
+    (1, 4): "each needs one row a step",
+    (): r"got \[\] on cpu$",
+}
+
+
+@pytest.mark.parametrize("function", [cleanrl.compute_gae, cleanrl.compute_q_lambda, cleanrl.compute_gae_rnd])
+@pytest.mark.parametrize(("shape", "way_out"), SHAPES.items())
+def test_shapes_that_do_not_fit(function, shape, way_out):
+    """Whatever has rows, named as the script names it, by the function that the script calls."""
+    inputs = window(0, 6, 4)
+    names = ["values", "dones"]
+    if function is cleanrl.compute_gae_rnd:
+        names = ["curiosity_rewards", "ext_values", "int_values", "dones"]
+        inputs = {
+            "rewards": inputs["rewards"],
+            **dict.fromkeys(names[:3], inputs["values"]),
+            "dones": inputs["dones"],
+            **dict.fromkeys(("next_value_ext", "next_value_int"), inputs["next_value"]),
+            "next_done": inputs["next_done"],
+            "int_gamma": 0.9,
+        }
+        function(**inputs, gamma=0.9, gae_lambda=0.8)
+    factors = {"gamma": 0.9, "q_lambda" if function is cleanrl.compute_q_lambda else "gae_lambda": 0.8}
+    op = function.__name__
+
+    def refused(name, x, error, kind=ValueError):
+        with pytest.raises(kind, match=f"^{op}: {name} {error}"):
+            function(**inputs | factors | {name: x})
+
+    for name in names:
+        refused(name, torch.zeros(shape), f"must have the shape and device of rewards.*{way_out.replace('NAME', name)}")
+    for name, x in (inputs | factors).items():
+        if isinstance(x, float):
+            refused(name, torch.ones(3), rf"has shape \[3\]; a tensor {name} is 0-d")
+            continue
+        refused(name, x.to(torch.complex64), "has dtype torch.complex64", TypeError)
+        if name.startswith("next_"):
+            refused(name, torch.zeros(3), "must have one entry for each environment")

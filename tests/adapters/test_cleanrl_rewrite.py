@@ -188,6 +188,18 @@ REFUSALS = {
         "rewards = torch.zeros((args.num_steps,", "rewards = torch.zeros((args.buffer_size,",
         "nothing in the script shows that `rewards` has as many rows",
     ),
+    "rows counted from the steps": (
+        "for iteration", "rewards = torch.zeros(args.num_steps + 1, args.num_envs)\nfor iteration",
+        "nothing in the script shows that `rewards` has as many rows",
+    ),
+    "flags of a row more": (
+        "for iteration", "dones = torch.zeros((args.num_steps + 1, args.num_envs)).to(device)\nfor iteration",
+        "`dones` is made with another number of rows; make it with as many, and leave",
+    ),
+    "values of a row more": (
+        "for iteration", "values = torch.zeros(1 + args.num_steps, args.num_envs)\nfor iteration",
+        "`values` is made with another number of rows",
+    ),
     "rows that change": (
         "for iteration in range(2) :", "rewards = rewards[1:]\nfor iteration in range(2) :",
         "nothing in the script shows that `rewards` has as many rows",

@@ -4,6 +4,7 @@ SB3's own tests use one or two environments and miss a transposed axis; these us
 """
 
 import threading
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,8 +18,11 @@ pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not instal
 from sb3_rollouts import NAME, STOCK, both, counts, make_buffer, same_bits
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
+import rl_triton as rlt
+from rl_triton import _backend
 from rl_triton.adapters import sb3, status
 from rl_triton.adapters.sb3 import _compute, _kept
+from rl_triton.adapters.sb3._behaviour import body_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_only)]
 
@@ -305,20 +309,80 @@ def test_tensors_fall_back_too(reason, changed):
     np.testing.assert_array_equal(np.asarray(stock.advantages), np.asarray(ours.advantages))
 
 
-@pytest.mark.parametrize("layout", ["fortran", "strided"])
-def test_memory_layouts(layout):
-    def arguments():
-        buffer, last_values, dones = make_buffer(20, 6)
-        for name in ("rewards", "values", "episode_starts", "advantages"):
-            x = getattr(buffer, name)
-            setattr(buffer, name, np.asfortranarray(x) if layout == "fortran" else np.repeat(x, 2, axis=1)[:, ::2])
-        return buffer, last_values, dones
+def as_a_field(x):
+    """Of a record whose size is no multiple of the number's: torch has no strides for it."""
+    records = np.zeros(x.shape, [("flag", np.uint8), ("x", x.dtype)])
+    records["x"] = x
+    return records["x"]
 
-    before = counts()
-    stock, ours = both(arguments)
+
+LAYOUTS = {
+    "fortran": np.asfortranarray,
+    "strided": lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
+    "time reversed": lambda x: x[::-1].copy()[::-1],
+    "environments reversed": lambda x: x[..., ::-1].copy()[..., ::-1],
+    "field": as_a_field,
+}
+ARRAYS = ("rewards", "values", "episode_starts", "advantages", "dones")
+
+
+@pytest.mark.parametrize("names", [ARRAYS, *((name,) for name in ARRAYS)], ids=",".join)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("buffer_class", [RolloutBuffer, BeforeVersion24])
+def test_memory_layouts(buffer_class, layout, names, monkeypatch):
+    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", buffer_class)
+    original = buffer_class.compute_returns_and_advantage
+
+    def arguments():
+        buffer, last_values, dones = make_buffer(20, 6, buffer_class=buffer_class)
+        for name in set(names) - {"dones"}:
+            setattr(buffer, name, LAYOUTS[layout](getattr(buffer, name)))
+        return buffer, last_values, LAYOUTS[layout](dones) if "dones" in names else dones
+
+    name = f"{buffer_class.__module__}.{buffer_class.__name__}.compute_returns_and_advantage"
+    before = counts(name)
+    stock, ours = both(arguments, original)
+    np.testing.assert_array_equal(stock.advantages, ours.advantages)
+    np.testing.assert_array_equal(stock.returns, ours.returns)
+    assert counts(name) == (before[0] + 1, before[1])
+
+
+@pytest.mark.parametrize("dtype", ["u2", "u4", "u8", ">i4", ">f4", ">f2"])
+@pytest.mark.parametrize("buffer_class", [RolloutBuffer, BeforeVersion24])
+def test_flags_in_dtypes_that_torch_does_not_take(buffer_class, dtype, monkeypatch):
+    monkeypatch.setattr("stable_baselines3.common.buffers.RolloutBuffer", buffer_class)
+    original = buffer_class.compute_returns_and_advantage
+
+    def arguments():
+        buffer, last_values, dones = make_buffer(600, 3, ends=0.01, buffer_class=buffer_class)
+        return buffer, last_values, dones.astype(dtype)
+
+    name = f"{buffer_class.__module__}.{buffer_class.__name__}.compute_returns_and_advantage"
+    before = counts(name)
+    stock, ours = both(arguments, original)
     assert same_bits(stock.advantages, ours.advantages)
-    assert same_bits(stock.returns, ours.returns)
-    assert counts() == (before[0] + 1, before[1])
+    assert counts(name) == (before[0] + 1, before[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+@pytest.mark.parametrize("ends", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -float("inf"), 1e39, 10**39])
+@pytest.mark.parametrize("name", ["gamma", "gae_lambda"])
+def test_factors_that_are_not_finite(name, factor, ends):
+    """Stable-Baselines3 multiplies them by its masks; selecting would hide them behind the ends of episodes."""
+    before = status().get(NAME, {"fallen_back": {}})["fallen_back"].get(_compute.FACTORS, 0)
+    stock, ours = both(lambda: make_buffer(12, 4, ends=ends, **{name: factor}))
+    np.testing.assert_array_equal(stock.advantages, ours.advantages)
+    np.testing.assert_array_equal(stock.returns, ours.returns)
+    assert status()[NAME]["fallen_back"][_compute.FACTORS] == before + 1
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+def test_a_decay_that_is_not_finite():
+    before = status().get(NAME, {"fallen_back": {}})["fallen_back"].get(_compute.FACTORS, 0)
+    stock, ours = both(lambda: make_buffer(12, 4, ends=1.0, gamma=1e20, gae_lambda=1e20))
+    np.testing.assert_array_equal(stock.advantages, ours.advantages)
+    assert status()[NAME]["fallen_back"][_compute.FACTORS] == before + 1
 
 
 def test_arrays_are_written_as_stock_writes_them():
@@ -382,6 +446,10 @@ FALLBACKS = {
         put("values", (0, 0), np.inf),
         put("rewards", (19, 4), -np.inf),
         lambda b, last, dones: (b, torch.full_like(last, float("nan")), np.ones_like(dones)),
+    ],
+    "dones has a dtype that torch does not have": [
+        lambda b, last, dones: (b, last, dones.astype(object)),
+        lambda b, last, dones: (b, last, dones.astype(np.longdouble)),
     ],
 }
 
@@ -579,6 +647,31 @@ def test_cuda_does_not_survive_a_fork(monkeypatch):
     stock, ours = both(lambda: make_buffer(20, 5), device="cuda")
     assert same_bits(stock.advantages, ours.advantages)
     assert counts() == (before[0] + 1, before[1])
+
+
+@pytest.mark.parametrize("forced", ["triton", "cpu"])
+def test_what_is_installed_is_found_out_under_a_backend_that_is_forced(forced, monkeypatch):
+    """Whatever that one serves: here "triton" has no interpreter, so it takes no arrays of the host."""
+    monkeypatch.setattr(_backend, "_interpreting", lambda: False)
+    body_of.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with rlt.backend(forced):
+            sb3.patch()
+    before = counts()
+    buffer = make_and_compute()
+    assert counts() == (before[0] + 1, before[1])
+    sb3.unpatch()
+    assert same_bits(buffer.advantages, make_and_compute().advantages)
+
+
+def test_a_call_under_a_backend_that_does_not_serve_it_is_left_to_stock(monkeypatch):
+    monkeypatch.setattr(_backend, "_interpreting", lambda: False)
+    with rlt.backend("triton"):
+        before = counts()
+        stock, ours = both(lambda: make_buffer(20, 5))
+        assert counts() == (before[0], before[1] + 1)
+    assert same_bits(stock.advantages, ours.advantages)
 
 
 def test_a_body_that_computes_something_else_is_refused(monkeypatch):

@@ -1,12 +1,15 @@
 """Buffer classes of the Stable-Baselines3 adapter, against Stable-Baselines3's and sb3-contrib's own."""
 
 import contextlib
+import copy
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import warnings
 
+import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -275,6 +278,117 @@ def test_where_tensors_live_and_what_attributes_give(device):
         buffer.reward  # noqa: B018
 
 
+def stepped(buffer_class, space, steps, **changed):
+    """Some steps, of which one is stored as it is given here."""
+    buffer = buffer_class(steps, SPACES[space], ACTIONS["Box"], device="cpu", n_envs=ENVS)
+    one = np.ones((ENVS, *SPACES[space].shape), SPACES[space].dtype)
+    plain = {
+        "obs": one,
+        "action": np.arange(ENVS * 2.0).reshape(ENVS, 2),
+        "reward": np.arange(ENVS * 1.0),
+        "episode_start": np.zeros(ENVS, bool),
+        "value": torch.arange(ENVS * 1.0)[:, None],
+        "log_prob": torch.arange(ENVS * 2.0)[::2],
+    }
+    buffer.add(**plain | changed)
+    return buffer
+
+
+FIELDS = ("observations", "actions", "rewards", "episode_starts", "values", "log_probs")
+ROW = np.arange(ENVS * 1.0)
+ACCEPTED = {
+    "reward": [
+        1.5, np.array(1.5), np.array([1.5]), [1, 2, 3, 4], ROW[None], ROW[::-1], ROW.astype(">f8"), ROW.astype("u2"),
+        ROW.astype(np.longdouble), ROW.astype(object), np.broadcast_to(1.5, ENVS), np.float64(2), torch.arange(ENVS),
+    ],
+    "episode_start": [True, 1, np.array([True]), ROW[::-1] > 1, np.ones((1, ENVS))],
+    "value": [torch.tensor(2.0), torch.tensor([2.0]), torch.ones(1, 1), torch.ones(ENVS), torch.ones(1, ENVS).double()],
+    "log_prob": [torch.tensor(2.0), torch.tensor([2.0]), torch.ones(1, 1), torch.ones(1, ENVS)],
+    "obs": [
+        1.5, np.ones(3), np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(1, 2, 3), np.ones((ENVS, 2, 1)),
+        np.arange(ENVS * 6.0).reshape(ENVS, 2, 3)[:, ::-1], np.ones((1, ENVS, 2, 3), ">f4"),
+    ],
+    "action": [np.arange(ENVS * 2.0), np.arange(ENVS * 2.0).reshape(2, ENVS), np.ones((ENVS, 2), ">f8")[::-1]],
+}  # fmt: skip
+REFUSED = {
+    "reward": [ROW[:, None], ROW[:2], np.ones((2, ENVS))],
+    "value": [torch.ones(ENVS + 1), torch.ones(ENVS, 2)],
+    "log_prob": [torch.ones(ENVS, 1), torch.ones(2)],
+    "obs": [np.ones((ENVS, 3)), np.ones(ENVS * 6), np.ones((ENVS, 3, 2)), np.ones((2, ENVS, 2, 3))],
+    "action": [np.ones(2), np.ones((ENVS, 1)), 1.0 * ROW],
+}
+
+
+@pytest.mark.parametrize(("name", "x"), [(name, x) for name, given in ACCEPTED.items() for x in given])
+def test_add_broadcasts_as_stock_does(name, x):
+    stock, ours = (stepped(c, "Box", 2, **{name: x}) for c in (RolloutBuffer, buffers.TensorRolloutBuffer))
+    for field in FIELDS:
+        theirs, mine = getattr(stock, field), getattr(ours, field)
+        assert theirs.dtype == mine.dtype
+        np.testing.assert_array_equal(theirs, mine)
+
+
+@pytest.mark.parametrize(("name", "x"), [(name, x) for name, given in REFUSED.items() for x in given])
+def test_add_refuses_what_stock_refuses(name, x):
+    with pytest.raises(ValueError, match=r"broadcast|reshape"):
+        stepped(RolloutBuffer, "Box", 2, **{name: x})
+    field = next(field for field in FIELDS if field.startswith(name))
+    shown = list(x.reshape(-1).shape if name == "value" else x.shape)
+    error = (
+        rf"TensorRolloutBuffer.add: {field} must .* one step of all environments, .* got shape {re.escape(str(shown))}"
+    )
+    with pytest.raises(ValueError, match=error):
+        stepped(buffers.TensorRolloutBuffer, "Box", 2, **{name: x})
+
+
+def test_add_reshapes_discrete_observations_and_nothing_else():
+    for x in (np.arange(ENVS), np.arange(ENVS)[:, None], np.arange(ENVS)[::-1]):
+        stock, ours = (stepped(c, "Discrete", 2, obs=x) for c in (RolloutBuffer, buffers.TensorRolloutBuffer))
+        np.testing.assert_array_equal(stock.observations, ours.observations)
+    for buffer_class in (RolloutBuffer, buffers.TensorRolloutBuffer):
+        with pytest.raises(ValueError, match="shape"):
+            stepped(buffer_class, "Discrete", 2, obs=np.arange(1))
+
+
+def test_edges_broadcast_as_in_stock():
+    for last, dones in ((torch.tensor(2.0), np.array(True)), (torch.ones(1, ENVS), np.ones(1, bool))):
+        stock, ours = filled(RolloutBuffer), filled()
+        for x in (stock, ours):
+            x.compute_returns_and_advantage(last, dones)
+        np.testing.assert_allclose(stock.advantages, ours.advantages, rtol=1e-6)
+    ours.compute_returns_and_advantage(torch.ones(ENVS), (np.arange(ENVS) > 1)[::-1])
+    stock.compute_returns_and_advantage(torch.ones(ENVS), (np.arange(ENVS) > 1)[::-1])
+    np.testing.assert_allclose(stock.advantages, ours.advantages, rtol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"compute_returns_and_advantage: last_values must broadcast .* got shape \[3\]"
+    ):
+        ours.compute_returns_and_advantage(torch.ones(3), np.zeros(ENVS, bool))
+
+
+def test_assigned_arrays_that_torch_does_not_take():
+    buffer = filled()
+    for x in (buffer.rewards[::-1], buffer.rewards.astype(">f4"), buffer.rewards.astype(np.longdouble)):
+        buffer.rewards = x
+        np.testing.assert_array_equal(buffer.rewards, x)
+        assert buffer.tensors["rewards"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e39, np.float64("nan")])
+@pytest.mark.parametrize("name", ["gamma", "gae_lambda"])
+def test_factors_that_are_not_finite_are_refused(name, factor):
+    """Stock gives NaN everywhere; there is nothing to fall back to, and a flag would hide it."""
+    buffer = filled(HeadedTensorBuffer, heads=("cost",))
+    setattr(buffer, name, factor)
+    for call in (
+        lambda: buffer.compute_returns_and_advantage(torch.ones(ENVS), np.zeros(ENVS, bool)),
+        lambda: buffer.compute_heads({"cost": torch.ones(ENVS)}, np.zeros(ENVS, bool)),
+    ):
+        with pytest.raises(ValueError, match=f"HeadedTensorBuffer: {name} must be finite in float32, got"):
+            call()
+    with pytest.raises(ValueError, match="ExtraHeads: head_gammas must be finite in float32"):
+        filled(HeadedBuffer, heads=("cost",), head_gammas=(factor,))
+
+
 def test_an_incomplete_rollout():
     buffer = buffers.TensorRolloutBuffer(STEPS, SPACES["Box"], ACTIONS["Box"], device="cpu", n_envs=ENVS)
     with pytest.raises(RuntimeError, match="TensorRolloutBuffer: the rollout is not complete: 0 of 6"):
@@ -314,6 +428,71 @@ def test_pickled_buffers():
         one = next(buffer.get(5))
         np.random.seed(1)
         assert_alike(one, next(again.get(5)))
+
+
+def tensors_of(x):
+    """All tensors that an object or a dictionary holds."""
+    for part in (x if isinstance(x, dict) else vars(x)).values():
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif isinstance(part, dict):
+            yield from tensors_of(part)
+
+
+RESIDENT = [
+    lambda device: filled(buffers.TensorRolloutBuffer, device),
+    lambda device: filled(HeadedTensorBuffer, device, **HEADS),
+    lambda device: filled_dictionary(device),
+]
+
+
+def filled_dictionary(device):
+    buffer = buffers.TensorDictRolloutBuffer(STEPS, SPACES["Dict"], ACTIONS["Box"], device=device, n_envs=ENVS)
+    fill(buffer, SPACES["Dict"], ACTIONS["Box"], "plain")
+    return buffer
+
+
+@pytest.mark.parametrize("make", RESIDENT)
+def test_what_is_kept_follows_the_device(make):
+    buffer = make("cpu")
+    buffer.gamma = torch.tensor(0.9)
+    advantages = buffer.advantages.copy()
+    buffer.device = "cpu"
+    assert np.array_equal(buffer.advantages, advantages)
+    buffer.device = "meta"  # a device that every machine has
+    assert buffer.device == torch.device("meta")
+    assert {x.device.type for x in tensors_of(buffer)} == {"meta"}
+    buffer.reset()
+    assert {x.device.type for x in tensors_of(buffer)} == {"meta"}
+
+
+@pytest.mark.parametrize("make", RESIDENT)
+def test_a_buffer_from_a_device_that_is_not_here(make, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    buffer = make("cpu")
+    vars(buffer)["device"] = torch.device("cuda:1")  # as a machine with two devices would write it
+    for again in (pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer), copy.copy(buffer)):
+        assert again.device == torch.device("cpu")
+        for kept, x in zip(tensors_of(again), tensors_of(buffer), strict=True):
+            assert torch.equal(kept, x)
+        again.rewards = again.rewards + 1
+        assert not np.array_equal(again.rewards, buffer.rewards)
+        next(again.get(5))
+
+
+@pytest.mark.gpu_only
+@pytest.mark.parametrize("make", RESIDENT)
+def test_a_pickle_from_a_gpu(make):
+    buffer = make("cuda")
+    again = pickle.loads(pickle.dumps(buffer))
+    assert again.device.type == "cuda"
+    assert {x.device.type for x in tensors_of(again)} == {"cuda"}
+    assert np.array_equal(again.advantages, buffer.advantages)
+    again.device = "cpu"
+    assert {x.device.type for x in tensors_of(again)} == {"cpu"}
+    assert {x.device.type for x in tensors_of(buffer)} == {"cuda"}
+    buffer.gamma = torch.tensor(0.9, device="cuda")
+    assert {x.device.type for x in tensors_of(buffer.__getstate__())} == {"cpu"}
 
 
 def test_a_scan_buffer_falls_back_to_its_base():
@@ -424,6 +603,64 @@ def test_heads_against_a_plain_loop(buffer_class, device):
             torch.testing.assert_close(ours[head].cpu().double(), theirs, atol=1e-5, rtol=1e-5)
     # and the reward's own advantages are what they are without heads
     assert np.array_equal(filled(type(buffer).__mro__[2], device=device).advantages, buffer.advantages)
+
+
+@pytest.mark.parametrize("buffer_class", [HeadedBuffer, HeadedTensorBuffer])
+@pytest.mark.parametrize("factors", [(1, 0), np.array([1, 0]), torch.tensor([1, 0])], ids=type)
+def test_integers_as_factors_values_and_names_of_heads(factors, buffer_class):
+    results = []
+    for kind, given in ((np.float32, (1.0, 0.0)), (np.int64, factors)):
+        buffer = filled(buffer_class, heads=(0, 1), head_gammas=given, head_lambdas=given)
+        for buffer.pos in range(STEPS):
+            buffer.full = False
+            rows = {head: np.arange(ENVS).astype(kind) + head + buffer.pos for head in buffer.heads}
+            buffer.add_heads(rows, rows | {1: kind(3)})  # one value for all environments
+        buffer.compute_heads({0: np.arange(ENVS).astype(kind), 1: kind(2)}, np.array([0, 1, 0, 1]))
+        results.append((buffer.head_values, buffer.head_advantages, buffer.head_returns))
+    assert (results[0][0][1] == 3).all()
+    for theirs, ours in zip(*results, strict=True):
+        assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("way", ["pickle", "cloudpickle", "deepcopy"])
+@pytest.mark.parametrize("buffer_class", [HeadedBuffer, HeadedTensorBuffer])
+def test_heads_go_through_pickle(buffer_class, way):
+    """The buffer, a minibatch of it, and a model's file that holds it."""
+    through = {
+        "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+        "cloudpickle": lambda x: pickle.loads(cloudpickle.dumps(x)),
+        "deepcopy": copy.deepcopy,
+    }[way]
+    buffer = filled(buffer_class, **HEADS)
+    fill_heads(buffer)
+    again = through(buffer)
+    samples = []
+    for x in (buffer, again):
+        np.random.seed(0)
+        samples.append(next(x.get(5)))
+    assert type(samples[0]) is type(samples[1]) is type(through(samples[0]))
+    assert_alike(*samples)
+    assert_alike(samples[0], through(samples[0]))
+
+
+@pytest.mark.parametrize("buffer_class", [HeadedBuffer, HeadedTensorBuffer])
+def test_a_model_with_heads_is_saved_and_loaded(buffer_class, tmp_path):
+    model = make(PPO, buffer_class=buffer_class, rollout_buffer_kwargs=HEADS | {"head_gammas": (1, 0)})
+    model.save(tmp_path / "model", include=["rollout_buffer"])
+    again = PPO.load(tmp_path / "model", env=model.get_env(), device="cpu")
+    assert type(again.rollout_buffer) is buffer_class
+    assert again.rollout_buffer.heads == HEADS["heads"]
+    again.learn(36)
+
+
+def test_heads_follow_a_tensor_gamma():
+    buffer = filled(HeadedTensorBuffer, heads=("cost",))
+    buffer.gamma = torch.linspace(0.5, 1, STEPS)[:, None]
+    buffer.head_rewards[0], buffer.head_values[0] = buffer.tensors["rewards"], buffer.tensors["values"]
+    last, dones = torch.ones(ENVS), np.zeros(ENVS, bool)
+    buffer.compute_heads({"cost": last}, dones)
+    buffer.compute_returns_and_advantage(last, dones)
+    assert same_bits(buffer.head_advantages[0].numpy(), buffer.advantages)
 
 
 @pytest.mark.parametrize("buffer_class", [HeadedBuffer, HeadedTensorBuffer])

@@ -234,7 +234,7 @@ def test_flags_of_the_last_step_in_another_dtype(dtype, calls):
 
     for make in (lambda: make_buffer(9, 4), arguments, arguments):
         assert agree(make)
-    assert len(calls) == 3
+    assert len(calls) == 1  # they are bool where the loop reads them
 
 
 def test_strided_edges(calls):

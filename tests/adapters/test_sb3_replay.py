@@ -162,6 +162,62 @@ def test_save_and_load(tmp_path):
     again.learn(20)
 
 
+def test_a_loaded_buffer_goes_to_the_device_of_the_model(tmp_path):
+    env = make_vec_env("Pendulum-v1", n_envs=2, seed=1)
+    options = {"learning_starts": 20, "buffer_size": 100, "device": "cpu"}
+    model = SAC("MlpPolicy", env, replay_buffer_class=TensorNStepReplayBuffer, **options).learn(30)
+    model.save_replay_buffer(tmp_path / "replay")
+    model.device = torch.device("meta")  # a device that every machine has
+    model.load_replay_buffer(tmp_path / "replay")
+    assert {getattr(model.replay_buffer, name).device.type for name in replay._FIELDS} == {"meta"}
+
+
+@pytest.mark.gpu_only
+def test_a_buffer_from_a_gpu_on_the_host():
+    theirs, ours = filled(NStepReplayBuffer), filled(TensorNStepReplayBuffer, device="cuda")
+    again = pickle.loads(pickle.dumps(ours))
+    assert again.rewards.device.type == "cuda"
+    again.device = "cpu"
+    assert_alike(sampled(theirs), sampled(again))
+    assert {getattr(again, name).device.type for name in replay._FIELDS} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "x"),
+    [
+        ("reward", 1.5),
+        ("reward", np.ones((1, 2))),
+        ("reward", np.arange(2.0)[::-1]),
+        ("done", True),
+        ("done", np.array([True])),
+        ("obs", np.arange(6.0).reshape(2, 3)),
+        ("next_obs", np.arange(12.0).reshape(2, 2, 3)[::-1]),
+        ("action", np.arange(4.0)[::-1]),
+    ],
+)
+def test_add_broadcasts_as_stock_does(name, x):
+    stored = []
+    for buffer_class in (NStepReplayBuffer, TensorNStepReplayBuffer):
+        buffer = buffer_class(8, *SPACES["Box"], "cpu", n_envs=2)
+        given = {"obs": np.ones((2, 2, 3)), "next_obs": np.ones((2, 2, 3)), "action": np.ones((2, 2))}
+        buffer.add(**given | {"reward": np.ones(2), "done": np.zeros(2), "infos": [{}, {}]} | {name: x})
+        stored.append([np.asarray(getattr(buffer, field)) for field in replay._FIELDS])
+    for theirs, ours in zip(*stored, strict=True):
+        np.testing.assert_array_equal(theirs, ours)
+
+
+def test_what_does_not_broadcast_and_what_is_not_finite():
+    buffer = filled(TensorNStepReplayBuffer)
+    given = {"obs": np.ones((2, 2, 3)), "next_obs": np.ones((2, 2, 3)), "action": np.ones((2, 2)), "infos": [{}, {}]}
+    with pytest.raises(
+        ValueError, match=r"TensorNStepReplayBuffer.add: rewards must broadcast to .* \[2\], got shape \[3\]"
+    ):
+        buffer.add(**given, reward=np.ones(3), done=np.zeros(2))
+    buffer.gamma = float("nan")
+    with pytest.raises(ValueError, match="TensorNStepReplayBuffer: gamma must be finite in float32, got nan"):
+        sampled(buffer)
+
+
 def test_dictionaries_are_refused_as_by_stable_baselines3():
     space = gymnasium.spaces.Dict({"a": gymnasium.spaces.Box(-1, 1, (2,))})
     for buffer_class in (NStepReplayBuffer, TensorNStepReplayBuffer):

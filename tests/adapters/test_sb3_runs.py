@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import inspect
 import multiprocessing
 import pickle
@@ -19,9 +20,11 @@ pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not instal
 
 from sb3_rollouts import NAME, STOCK, counts, make_buffer, same_bits
 from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from rl_triton.adapters import _patching, sb3, status
@@ -199,12 +202,92 @@ def test_scopes_end_in_any_order():
     assert RolloutBuffer.compute_returns_and_advantage is STOCK
 
 
-def test_a_model_that_is_gone():
+@pytest.mark.parametrize("terminal_values", ["single", "batched"])
+def test_the_patch_of_a_model_ends_with_it(terminal_values):
+    hooked = BaseAlgorithm._update_info_buffer, BasePolicy.obs_to_tensor
     model = make()
-    sb3.patch(model)
+    sb3.patch(model, terminal_values=terminal_values)
+    assert status()[NAME]["active"]
     del model
-    assert not sb3.is_patched()
+    gc.collect()
+    assert RolloutBuffer.compute_returns_and_advantage is STOCK
+    assert (BaseAlgorithm._update_info_buffer, BasePolicy.obs_to_tensor) == hooked
+    assert not _patch._scopes
+    assert not status()[NAME]["active"]
     sb3.unpatch()
+
+
+def test_others_stay_when_a_model_goes():
+    gone, kept = make_buffer(4, 2)[0], make_buffer(4, 2)[0]
+    sb3.patch(gone)
+    sb3.patch(kept)
+    with sb3.patched():
+        del gone
+        gc.collect()
+        assert sb3.is_patched()
+    assert sb3.is_patched(kept)
+    assert len(_patch._scopes) == 1
+
+
+def test_an_address_that_is_used_again():
+    """Another buffer in the place of one that is gone is not patched, though the scope of that may stay a while."""
+    buffer = make_buffer(6, 2)[0]
+    sb3.patch(buffer)
+    with _patch._changing():
+        address, others = id(buffer), []
+        del buffer
+        while not others or id(others[-1]) != address:
+            assert len(others) < 10_000, "no address was used again"
+            others.append(RolloutBuffer.__new__(RolloutBuffer))
+        assert len(_patch._scopes) == 1
+        assert not sb3.is_patched(others[-1])
+        assert _patch._find(others[-1]) is None
+
+
+def test_a_model_that_goes_in_the_middle_of_a_change():
+    """The garbage collector ends no scope there; the change does, when it is done."""
+    buffer = make_buffer(4, 2)[0]
+    sb3.patch(buffer)
+    with _patch._changing():
+        del buffer
+        gc.collect()
+        assert len(_patch._scopes) == 1
+    assert not _patch._scopes
+    assert RolloutBuffer.compute_returns_and_advantage is STOCK
+
+
+def test_a_model_that_goes_while_another_thread_changes_something():
+    """The garbage collector waits for nobody: who asks next ends the scope."""
+    buffer = make_buffer(4, 2)[0]
+    sb3.patch(buffer)
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with _patching.locked():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(60)
+    del buffer
+    gc.collect()  # would wait here for ever
+    leave.set()
+    thread.join()
+    assert len(_patch._scopes) == 1
+    assert not sb3.is_patched()
+    assert not _patch._scopes
+
+
+def test_thousands_of_models_go_at_once():
+    models = [make_buffer(1, 1)[0] for _ in range(1500)]
+    models.append(models)  # a cycle, so that one collection finds them all
+    for model in models[:-1]:
+        sb3.patch(model)
+    del model, models
+    gc.collect()
+    assert not _patch._scopes
+    assert RolloutBuffer.compute_returns_and_advantage is STOCK
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Batched values of final observations, against Stable-Baselines3's loop, rollout by rollout."""
 
 import copy
+import gc
+import pickle
+import weakref
 
 import gymnasium
 import numpy as np
@@ -77,12 +80,14 @@ class Watching(BaseCallback):
         super().__init__()
         self.seen = []
 
+    def _on_training_start(self):
+        self.policy_as_made = list(vars(self.model.policy))
+
     def _copy(self, when):
         names = sorted(name for name in self.locals if name not in ("self", "env", "callback", "rollout_buffer"))
         local = {name: copy.deepcopy(self.locals[name]) for name in names}
-        methods = [name for name in vars(self.model.policy) if "obs_to_tensor" in name or "predict_values" in name]
         assert self.locals["self"] is self.model
-        assert methods == []  # the policy is as its user made it
+        assert list(vars(self.model.policy)) == self.policy_as_made
         self.seen.append((when, names, local))
 
     def _on_rollout_start(self):
@@ -143,14 +148,11 @@ def test_the_comparison_would_show_a_missing_or_swapped_value(monkeypatch):
         return run(True, rollouts=1)[0].rollout_buffer.rewards
 
     assert np.allclose(stock.rollout_buffer.rewards, rewards(), atol=1e-5)
-    predict = _terminal_values.Batch._predict_values
-    for mutant in (
-        lambda self, observations, *more: predict(self, observations, *more) * 0,
-        lambda self, observations, *more: predict(self, observations, *more) + 1e-3,
-    ):
-        monkeypatch.setattr(_terminal_values.Batch, "_predict_values", mutant)
+    answer = _terminal_values.Batch.answer
+    for mutant in (lambda *args: answer(*args) * 0, lambda *args: answer(*args) + 1e-3):
+        monkeypatch.setattr(_terminal_values.Batch, "answer", mutant)
         assert not np.allclose(stock.rollout_buffer.rewards, rewards(), atol=1e-5)
-    monkeypatch.setattr(_terminal_values.Batch, "_predict_values", predict)
+    monkeypatch.setattr(_terminal_values.Batch, "answer", answer)
     monkeypatch.setattr(_terminal_values, "_stacked", lambda observations: np.stack(observations[::-1]))
     assert not np.allclose(stock.rollout_buffer.rewards, rewards(), atol=1e-5)
 
@@ -242,9 +244,103 @@ class Failing(ActorCriticPolicy):
 
 def test_an_error_in_the_critic_leaves_the_policy_as_it_was():
     model = make(policy=Failing)
-    with sb3.patched(terminal_values="batched"), pytest.raises(KeyError, match="no value"):
+    before = list(vars(model.policy))
+    sb3.patch(terminal_values="batched")
+    with pytest.raises(KeyError, match="no value"):
         model.learn(64)
-    assert not {"obs_to_tensor", "predict_values", _terminal_values._KEY} & set(vars(model.policy))
+    assert list(vars(model.policy)) == before
+    assert not _terminal_values._waiting
+
+
+class ReadOnlyRewards(DummyVecEnv):
+    def step_wait(self):
+        obs, rewards, dones, infos = super().step_wait()
+        rewards.flags.writeable = False
+        return obs, rewards, dones, infos
+
+
+def test_an_error_in_the_loop_leaves_the_policy_as_it_was():
+    """While the patch is still on, too: neither pickles nor copies know of it."""
+    env = ReadOnlyRewards([lambda i=i: Drifting(copy.deepcopy(BOX), i) for i in range(8)])
+    model = PPO("MlpPolicy", env, n_steps=8, batch_size=16, device="cpu")
+    before = list(vars(model.policy))
+    sb3.patch(terminal_values="batched")
+    with pytest.raises(ValueError, match="read-only"):
+        model.learn(64)
+    assert list(vars(model.policy)) == before
+    for again in (pickle.loads(pickle.dumps(model.policy)), copy.deepcopy(model.policy)):
+        assert list(vars(again)) == before
+    sb3.unpatch()
+    assert not _terminal_values._waiting
+
+
+def two_are_cut(model, shape=(3,)):
+    """As the collector begins; returns the final observations that it will ask for."""
+    infos = [{"terminal_observation": np.ones(shape, np.float32), "TimeLimit.truncated": True} for _ in range(2)]
+    model._update_info_buffer(infos, np.array([True, True]))
+    return [info["terminal_observation"] for info in infos]
+
+
+@pytest.mark.parametrize("where", ["_update_info_buffer", "obs_to_tensor", "predict_values"])
+def test_an_error_at_each_step(where):
+    model = make(n_envs=2, batch_size=16, policy=Failing)
+    policy, before = model.policy, dict(vars(model.policy))
+    model.ep_info_buffer, model.ep_success_buffer = (None if where == "_update_info_buffer" else []), []
+    with sb3.patched(terminal_values="batched"):
+        if where == "_update_info_buffer":
+            with pytest.raises(AssertionError):
+                two_are_cut(model)
+        elif where == "obs_to_tensor":
+            first, _ = two_are_cut(model, shape=(5,))
+            with pytest.raises(ValueError, match="observation shape"):
+                policy.obs_to_tensor(first)
+        else:
+            first, _ = two_are_cut(model)
+            row, _ = policy.obs_to_tensor(first)
+            with pytest.raises(KeyError, match="no value"):
+                policy.predict_values(row)
+        assert vars(policy) == before
+    assert not _terminal_values._waiting
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("then", ["unpatch", "another question", "the next step"])
+def test_what_was_begun_is_withdrawn(then, own):
+    """Between the two calls the policy has a method that is not its own, which never outlives what comes next."""
+    model = make(n_envs=2, batch_size=16)
+    policy = model.policy
+    if own:
+        policy.predict_values = policy.predict_values
+    policy.last = "what comes behind it in the dictionary"
+    before = dict(vars(policy))
+    model.ep_info_buffer, model.ep_success_buffer = [], []
+    sb3.patch(terminal_values="batched")
+    first, _ = two_are_cut(model)
+    row, _ = policy.obs_to_tensor(first)
+    assert vars(policy) != before
+    if then == "unpatch":
+        sb3.unpatch()
+    elif then == "another question":
+        other = torch.zeros(5, 3)
+        assert torch.equal(policy.predict_values(other), type(policy).predict_values(policy, other))
+    else:
+        model._update_info_buffer([{}, {}], np.array([False, False]))
+    assert vars(policy) == before
+    assert list(vars(policy)) == list(before)
+    assert not _terminal_values._waiting
+    assert torch.equal(policy.predict_values(row), type(policy).predict_values(policy, row))
+
+
+def test_a_policy_that_is_waited_for_can_go():
+    model = make(n_envs=2, batch_size=16)
+    model.ep_info_buffer, model.ep_success_buffer = [], []
+    with sb3.patched(terminal_values="batched"):
+        two_are_cut(model)
+        policy = weakref.ref(model.policy)
+        del model
+        gc.collect()
+        assert policy() is None
+        assert not _terminal_values._waiting
 
 
 def test_observations_that_cannot_be_stacked_go_one_by_one():
@@ -267,11 +363,14 @@ def test_what_is_not_asked_for_is_withdrawn():
     model = make(n_envs=2, batch_size=16)
     infos = [{"terminal_observation": np.zeros(3, np.float32), "TimeLimit.truncated": True}] * 2
     model.ep_info_buffer, model.ep_success_buffer = [], []
+    before = list(vars(model.policy))
     with sb3.patched(terminal_values="batched"):
         model._update_info_buffer(infos, np.array([True, True]))
-        assert "predict_values" in vars(model.policy)
+        assert list(vars(model.policy)) == before
+        assert model.policy in _terminal_values._waiting
         model._update_info_buffer([{}, {}], np.array([False, False]))
-    assert "predict_values" not in vars(model.policy)
+        assert not _terminal_values._waiting
+    assert list(vars(model.policy)) == before
     assert status()[NAME]["fallen_back"][_terminal_values.NOT_USED] >= 2
 
 
