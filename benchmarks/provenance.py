@@ -56,6 +56,16 @@ def provenance(device: str) -> dict[str, Any]:
     }
 
 
+def ptxas() -> str | None:
+    """Version of the assembler that Triton uses at this moment; its code can differ in speed from another's."""
+    try:
+        from triton import knobs
+
+        return str(knobs.nvidia.ptxas.version)
+    except (ImportError, AttributeError, RuntimeError):  # older versions, or without the NVIDIA tools
+        return None
+
+
 def commits(rows: Iterable[dict[str, Any]]) -> str:
     """Of the code that rows were measured with."""
     names = list(dict.fromkeys(str(row["commit"]) for row in rows))

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from benchmarks.cases import (
     parse_shape,
 )
 from benchmarks.gate import Gate, GateError
-from benchmarks.provenance import COMPILED, append, provenance, stored
+from benchmarks.provenance import COMPILED, append, provenance, ptxas, stored
 
 CACHES = {"TRITON_CACHE_DIR": COMPILED / "triton", "TORCHINDUCTOR_CACHE_DIR": COMPILED / "inductor"}
 ROW_SECONDS = 0.3
@@ -74,6 +74,12 @@ def keep_compiled() -> None:
     """Compilers' caches in one folder, so that a later run finds them. Before anything is compiled."""
     for name, folder in CACHES.items():
         os.environ.setdefault(name, str(folder))
+    # torch.compile names its own assembler to Triton when it is first used. Now, or kernels of ours from before and
+    # after that moment would differ.
+    with suppress(ImportError, AttributeError):
+        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+        _set_triton_ptxas_path()
 
 
 def row_key(row: Row) -> tuple:
@@ -153,7 +159,7 @@ class Bench:
         except Exception as error:  # a baseline's compiler can raise anything
             row["failed"] = f"{type(error).__name__}: {error}"[:300]
         row |= {"gate_against": gate.against, "gate_tolerance": gate.tolerance}
-        return row | self.where
+        return row | self.where | ({"ptxas": ptxas()} if self.cuda else {})
 
 
 def can_wait(case: Case, subject: Subject) -> bool:
