@@ -214,7 +214,7 @@ def pufferlib(m: Measurements) -> list[str]:
                           f"{times(ratios[-1])})")  # fmt: skip
     return [
         "",
-        f"Beside PufferLib's CUDA kernel, which computes advantages alone, {', '.join(counts)}{m.mark(rows[-1])}.",
+        f"Beside PufferLib's CUDA kernel, which computes advantages alone, {', '.join(counts)}{max(map(m.mark, rows))}.",
     ]
 
 
