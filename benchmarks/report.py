@@ -214,7 +214,8 @@ def pufferlib(m: Measurements) -> list[str]:
                           f"{times(ratios[-1])})")  # fmt: skip
     return [
         "",
-        f"Beside PufferLib's CUDA kernel, which computes advantages alone, {', '.join(counts)}{max(map(m.mark, rows))}.",
+        f"Beside PufferLib's CUDA kernel, which computes advantages alone, {', '.join(counts)}"
+        f"{max(map(m.mark, rows))}.",
     ]
 
 

@@ -554,7 +554,12 @@ def _has_rows(module: cst.Module, tensor: cst.BaseExpression, steps: cst.BaseExp
 def _has_other_rows(module: cst.Module, tensor: cst.BaseExpression, steps: cst.BaseExpression) -> bool:
     """Whether a line that assigns the tensor makes it with a number of rows that is counted from that: `steps + 1`."""
     made = (_rows_of(part) for value in _assigned(module, tensor) for part in _walk(value))
-    return any(not _same(rows, steps) and any(_same(part, steps) for part in _walk(rows)) for rows in made if rows)
+    counted = (
+        rows
+        for rows in made
+        if isinstance(rows, cst.BinaryOperation) and isinstance(rows.operator, (cst.Add, cst.Subtract))
+    )
+    return any(_same(part, steps) for rows in counted for part in _walk(rows))
 
 
 def _assigned(module: cst.Module, tensor: cst.BaseExpression) -> Iterator[cst.BaseExpression]:

@@ -145,8 +145,8 @@ def _is_describable(x: np.ndarray) -> bool:
 
 
 def _tensor(x: np.ndarray) -> torch.Tensor:
-    """The array's memory where torch can describe it, else a copy."""
-    return torch.from_numpy(x if _is_describable(x) else x.copy())
+    """The array's memory where torch can describe it and does not warn that it may not write there, else a copy."""
+    return torch.from_numpy(x if _is_describable(x) and x.flags.writeable else x.copy())
 
 
 def _gae(buffer: Any, *arrays: torch.Tensor, function: Any = rlt.gae, **options: Any) -> Any:

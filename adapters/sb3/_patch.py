@@ -6,6 +6,7 @@ The state lives here and not in the package's `__init__`, so that reloading that
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -87,6 +88,15 @@ class Scope:
 _scopes: list[Scope] = []
 _changes = 0
 """How deep in changes of them the thread is that holds the lock."""
+
+
+def _renew_changes() -> None:
+    global _changes
+    _changes = 0
+
+
+if hasattr(os, "register_at_fork"):  # that thread is not in the new process
+    os.register_at_fork(after_in_child=_renew_changes)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from rl_triton.adapters._patching import MARK, Hook, Patch, locked
 
 OWN_CRITIC = "predict_values takes more than observations"
 NOT_USED = "terminal values that the collector did not ask for"
+OVERRIDDEN = "the policy has an obs_to_tensor of its own"
 UNLIKE = "final observations that cannot be stacked"
 
 _waiting: weakref.WeakKeyDictionary[Any, Batch] = weakref.WeakKeyDictionary()
@@ -58,8 +59,14 @@ class TerminalValues(Hook):
         ]
         policy = getattr(model.policy, "_orig_mod", model.policy)  # torch.compile wraps it
         withdraw(policy, NOT_USED)
-        if len(final) > 1:  # a single one costs the same either way
+        if len(final) < 2:  # a single one costs the same either way
+            return
+        # One that calls Stable-Baselines3's may change what it gets, which the batch would not see.
+        if getattr(policy.obs_to_tensor, "__func__", None) is FinalObservations.installed().installed:
             _waiting[policy] = Batch(final, self.count)
+        else:
+            for _ in final:
+                self.count(OVERRIDDEN)
 
 
 class FinalObservations(Patch):
@@ -80,14 +87,21 @@ class FinalObservations(Patch):
     def _dispatcher(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def dispatcher(policy: Any, *args: Any, **kwargs: Any) -> Any:
-            if _waiting and self.wanted and len(args) == 1 and not torch.compiler.is_compiling():
-                batch = _waiting.get(policy)
-                if batch is not None and args[0] is batch.observations[0]:
+            if self.wanted and len(args) == 1 and not torch.compiler.is_compiling():
+                batch = _awaited(policy, args[0])
+                if batch is not None:
                     return batch.to_tensor(policy, functools.partial(original, policy))
             return original(policy, *args, **kwargs)
 
         setattr(dispatcher, MARK, self.label)
         return dispatcher
+
+
+def _awaited(policy: Any, observation: Any) -> Batch | None:
+    """What waits for this observation. (A function: the dispatcher's code must not hold the dictionary, which could not
+    be pickled with it.)"""
+    batch = _waiting.get(policy) if _waiting else None
+    return batch if batch is not None and observation is batch.observations[0] else None
 
 
 class Batch:

@@ -224,6 +224,12 @@ def test_refuses(old, new, reason):
     assert reason in str(refusal.value)
 
 
+def test_elements_counted_from_the_steps_are_no_rows():
+    made = "values = torch.zeros(args.num_steps * args.num_envs).reshape(args.num_steps, -1)\nfor iteration"
+    source = script(LOOPS["compute_gae"]).replace("for iteration", made, 1)
+    assert "compute_gae(" in rewrite(source.encode()).source.decode()
+
+
 def test_refuses_what_has_no_loop_or_is_done():
     with pytest.raises(Refused, match="it has no loop"):
         rewrite(b"import torch\n")

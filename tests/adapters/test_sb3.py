@@ -347,6 +347,19 @@ def test_memory_layouts(buffer_class, layout, names, monkeypatch):
     assert counts(name) == (before[0] + 1, before[1])
 
 
+def test_read_only_arrays_are_no_reason_to_warn():
+    def arguments():
+        buffer, last_values, dones = make_buffer(20, 6)
+        for x in (buffer.rewards, buffer.values, buffer.episode_starts, dones):
+            x.flags.writeable = False
+        return buffer, last_values, dones
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stock, ours = both(arguments)
+    np.testing.assert_array_equal(stock.advantages, ours.advantages)
+
+
 @pytest.mark.parametrize("dtype", ["u2", "u4", "u8", ">i4", ">f4", ">f2"])
 @pytest.mark.parametrize("buffer_class", [RolloutBuffer, BeforeVersion24])
 def test_flags_in_dtypes_that_torch_does_not_take(buffer_class, dtype, monkeypatch):

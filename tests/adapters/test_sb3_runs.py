@@ -508,6 +508,37 @@ def test_a_forked_child_inherits_the_patch_though_a_thread_held_the_lock():
     assert result == (True, 1)
 
 
+def scopes_left_in_child(queue):
+    buffer = make_buffer(4, 2)[0]
+    sb3.patch(buffer)
+    del buffer
+    gc.collect()
+    queue.put(len(_patch._scopes))
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+def test_a_child_forked_in_the_middle_of_a_change_ends_patches_of_models_that_are_gone():
+    begun, done = threading.Event(), threading.Event()
+
+    def change():
+        with _patch._changing():
+            begun.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    begun.wait(30)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=scopes_left_in_child, args=(queue,))
+    child.start()
+    left = queue.get(timeout=60)
+    child.join(60)
+    done.set()
+    thread.join()
+    assert left == 0
+
+
 def test_a_spawned_child_does_not():
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()

@@ -17,7 +17,7 @@ from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.policies import ActorCriticPolicy, BaseModel
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from rl_triton.adapters import sb3, status
@@ -213,6 +213,34 @@ def test_a_users_own_critic():
     ours, _ = run(True, policy=OwnCritic, rollouts=1)
     assert counts(NAME)[0] > before
     np.testing.assert_allclose(stock.rollout_buffer.rewards, ours.rollout_buffer.rewards, atol=1e-5)
+
+
+class OwnObservations(ActorCriticPolicy):
+    def obs_to_tensor(self, observation):
+        x, vectorized = super().obs_to_tensor(observation)
+        return x.mul_(3), vectorized
+
+
+def test_a_users_own_obs_to_tensor_is_asked_for_each():
+    """It changes the very tensor that Stable-Baselines3's made, so that ours looks untouched."""
+    stock, _ = run(False, policy=OwnObservations, rollouts=1)
+    served = counts(NAME)[0]
+    ours, _ = run(True, policy=OwnObservations, rollouts=1)
+    np.testing.assert_array_equal(stock.rollout_buffer.rewards, ours.rollout_buffer.rewards)
+    assert counts(NAME)[0] == served
+    assert status()[NAME]["fallen_back"][_terminal_values.OVERRIDDEN] > 0
+
+
+def test_obs_to_tensor_is_pickled_by_value_without_what_waits():
+    cloudpickle = pytest.importorskip("cloudpickle")
+    sb3.patch(terminal_values="batched")
+    held = BaseModel.obs_to_tensor
+    sb3.unpatch()
+    assert BaseModel.obs_to_tensor is not held
+    model = make()
+    x = model.observation_space.sample()
+    copied = pickle.loads(cloudpickle.dumps(held))
+    assert torch.equal(copied(model.policy, x)[0], model.policy.obs_to_tensor(x)[0])
 
 
 def test_a_compiled_policy_and_methods_set_on_it():
