@@ -483,31 +483,6 @@ def computed_in_child(queue):
     queue.put((sb3.is_patched(), counts()[0] - before))
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
-def test_a_forked_child_inherits_the_patch_though_a_thread_held_the_lock():
-    held, done = threading.Event(), threading.Event()
-
-    def hold():
-        with _patching.locked():
-            held.set()
-            done.wait(30)
-
-    with sb3.patched():
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait(30)
-        context = multiprocessing.get_context("fork")
-        queue = context.Queue()
-        child = context.Process(target=computed_in_child, args=(queue,))
-        child.start()
-        result = queue.get(timeout=60)
-        child.join(60)
-        done.set()
-        thread.join()
-    assert result == (True, 1)
-
-
 def scopes_left_in_child(queue):
     buffer = make_buffer(4, 2)[0]
     sb3.patch(buffer)
@@ -516,37 +491,49 @@ def scopes_left_in_child(queue):
     queue.put(len(_patch._scopes))
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
-def test_a_child_forked_in_the_middle_of_a_change_ends_patches_of_models_that_are_gone():
-    begun, done = threading.Event(), threading.Event()
-
-    def change():
-        with _patch._changing():
-            begun.set()
-            done.wait(30)
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    begun.wait(30)
-    context = multiprocessing.get_context("fork")
+def result_of_child(method, work):
+    context = multiprocessing.get_context(method)
     queue = context.Queue()
-    child = context.Process(target=scopes_left_in_child, args=(queue,))
+    child = context.Process(target=work, args=(queue,))
     child.start()
-    left = queue.get(timeout=60)
+    result = queue.get(timeout=120)
     child.join(60)
-    done.set()
-    thread.join()
-    assert left == 0
+    return result
 
 
-def test_a_spawned_child_does_not():
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
+def forked_while_a_thread_is_in(block, work):
+    """Result of a child that is forked while another thread is inside the block."""
+    inside, done = threading.Event(), threading.Event()
+
+    def stay():
+        with block():
+            inside.set()
+            done.wait(120)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    inside.wait(30)
+    try:
+        return result_of_child("fork", work)
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+class TestForkedChild:
+    def test_inherits_the_patch_though_a_thread_held_the_lock(self):
+        with sb3.patched():
+            assert forked_while_a_thread_is_in(_patching.locked, computed_in_child) == (True, 1)
+
+    def test_ends_patches_of_models_that_are_gone_though_a_thread_was_in_a_change(self):
+        assert forked_while_a_thread_is_in(_patch._changing, scopes_left_in_child) == 0
+
+
+def test_a_spawned_child_does_not_inherit_the_patch():
     with sb3.patched():
-        child = context.Process(target=computed_in_child, args=(queue,))
-        child.start()
-        result = queue.get(timeout=120)
-        child.join(60)
+        result = result_of_child("spawn", computed_in_child)
     assert result == (False, 0)
 
 
