@@ -271,7 +271,9 @@ _COLUMNS = """
   slower. Nothing is subtracted. The tensors change from call to call, so that inputs come from memory, not the cache.
 - MB: each tensor that has to be read or written, once; of bootstrap values only the sectors that are read. The number
   in brackets is ours where a baseline's differs (flags as floats, advantages alone).
-- of copy: speed relative to a copy that moves as many bytes, measured in the same run.
+- of copy: speed relative to a copy that moves as many bytes, measured in the same run: whole pages, at most 805 MB,
+  in proportion beyond, since PyTorch copies other sizes more slowly. (Rows with `copy_of` take those of neighbouring
+  sizes: theirs had been one of the slow ones.)
 - ratio: the baseline's time back to back over ours, in the same run.
 - error: largest error of the compared rows against a float64 loop, relative to the results' RMS.
 """.strip()
