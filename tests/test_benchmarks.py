@@ -293,6 +293,25 @@ def test_rotation_and_quantiles():
     assert (times.low, times.median, times.high) == (2.0, 5.0, 8.0)
 
 
+def test_a_copy_is_of_whole_pages_and_beyond_the_largest_in_proportion(monkeypatch):
+    """PyTorch copies other sizes more slowly, which would flatter what is held against them."""
+    seen = []
+
+    def clock(calls, wait, seconds):
+        seen.append(calls[0]().nbytes)  # what is written, and read
+        return timing.summary([10.0])
+
+    monkeypatch.setattr(timing, "amortised", clock)
+    monkeypatch.setattr(timing, "LARGEST_COPY", 1 << 20)
+    machine = timing.Machine("cpu", 0.01)
+    for n_bytes in (0, 2, 2 * timing.PAGE):
+        assert machine.copy_us(n_bytes) == 10.0
+    assert machine.copy_us(2 * timing.PAGE + 2) == 10.0
+    assert machine.copy_us(1 << 20) == 10.0
+    assert machine.copy_us(3 << 20) == 30.0
+    assert seen == [timing.PAGE, 2 * timing.PAGE, 1 << 19]
+
+
 def test_regression_check_compares_with_the_slowest_of_the_stored_runs():
     recorded = [{"op": "gae", "gb_s": [1000.0, 900.0, 950.0]}]
     assert check.compare({"gae": 811.0}, recorded)[1]

@@ -549,7 +549,8 @@ def test_actions_anywhere_in_memory(n_actions, dtype, backend):
     memory = {name: torch.randn(n * n_steps * n_actions * 2 + 16, generator=generator).to(dtype) for name in "qp"}
     x = {name: torch.randn(n, n_steps, generator=generator).to(dtype) for name in ("rewards", "q_values")}
     x["terminated"] = torch.rand(n, n_steps, generator=generator) < 0.1
-    for start, between in ((0, 1), (1, 1), (2, 1), (8, 1), (0, 2), (0, 1)):
+    starts = ((0, 1), (1, 1), (2, 1), (8, 1), (0, 2), (0, 1))
+    for start, between in starts[:2] if backend.slow and dtype != torch.float32 else starts:
         place = (n, n_steps, n_actions), (n_steps * n_actions * between, n_actions * between, between), start
         q, p = (memory[name].to(backend.device).as_strided(*place) for name in "qp")
         first = q.movedim(-1, 0).contiguous().movedim(0, -1)  # the action axis before the others
